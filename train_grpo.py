@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
-        ranks = Ranks.from_environment()  # First: from here on, TRL and vLLM each see a single process.
+        ranks = Ranks.from_environment()  # This comes first: from here on, TRL and vLLM each see a single process.
     except ValueError as error:
         return fail([str(error)])
     for stream in (sys.stdout, sys.stderr):
@@ -83,14 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code, message = 1, ""
     try:
         if ranks.size > 1:
-            from grpo.learn.groups import ConnectedRanks  # Inside, because it imports torch.
+            from grpo.learn.groups import ConnectedRanks  # This module imports torch.
 
             ranks = ConnectedRanks(ranks)
         code = check_and_run(ranks, options.check)
     except RankLost as lost:
         code, message = lost.code, str(lost)
         print(f"\n{lost}: nothing was written to OUTPUT_DIR", file=sys.stderr)
-    except KeyboardInterrupt:  # `launch` answers an interrupt that comes later.
+    except KeyboardInterrupt:  # `launch` handles an interrupt that comes later.
         code = 128 + signal.SIGINT
         print("\ninterrupted before the run began: nothing was written to OUTPUT_DIR", file=sys.stderr)
     except Exception as error:
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_and_run(ranks: Ranks, only_check: bool) -> int:
-    """Locks OUTPUT_DIR, so that no other run changes it, then checks, and where no process has a problem, runs. Returns
+    """Locks OUTPUT_DIR against other runs, checks the input, and starts the run unless a process has a problem. Returns
     the exit code. A start that is refused leaves nothing behind, not even the lock file."""
     lock, problem, code = None, None, 2
     if not (only_check or ranks.rank):
@@ -125,7 +125,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
 
 
 def launch_all(resolved: ResolvedRun) -> int:
-    """`launch`; under torchrun, which tells neither, this also writes the run's exit code and its reason down."""
+    """Calls `launch`. Under torchrun, which reports neither, also records the run's exit code and its reason."""
     if not resolved.ranks.launched:
         return launch(resolved)
     folder, settings = resolved.run.folder, resolved.settings
@@ -134,7 +134,7 @@ def launch_all(resolved: ResolvedRun) -> int:
 
 def launch(resolved: ResolvedRun) -> int:
     """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, however it ends."""
-    with Phase("importing torch and transformers"):  # Here and in `train`, after the preflight has passed.
+    with Phase("importing torch and transformers"):  # Heavy imports wait until the preflight has passed.
         from grpo.model.load import unseen_gpu
 
     state, s, ranks = resolved.run, resolved.settings, resolved.ranks
@@ -261,7 +261,7 @@ def write_archive(folder: Path) -> Path:
     must not fail the run."""
     with Phase("writing the report and the zip") as phase:
         try:
-            # Inside, so that without matplotlib or jinja2 only the report is missing.
+            # Imported here, so that without matplotlib or jinja2 only the report is missing.
             from grpo.evaluate.page import write_report
 
             write_report(folder)

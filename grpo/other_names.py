@@ -91,7 +91,7 @@ INSTEAD = {
         "PUSH_TO_HUB HUB_MODEL_ID HUB_PRIVATE_REPO",
 }
 
-# Why there is nothing to set -> the other tools' names of what would change the result of training.
+# The reason why no setting corresponds -> the other tools' names, each of which would change what is learned.
 UNSUPPORTED = {
     "like TOP_P below 1, it would bend the sampled log-probs away from the trained ones "
     "(https://github.com/huggingface/trl/issues/6789)":
@@ -111,7 +111,7 @@ UNSUPPORTED = {
 }
 # fmt: on
 
-# Every name -> its answer, an instruction. That of SAME ends in ={}.
+# Every other tool's name -> what to do instead. {} stands for the value.
 ANSWERS = {
     name: answer
     for answer, names in [

@@ -27,7 +27,7 @@ class Phase:
     there are no lines at begin and end, and none before so many seconds: for work that is mostly short.
     """
 
-    active: list[Phase] = []  # from the outermost to the innermost
+    active: list[Phase] = []  # the phases that have not ended, outermost first
 
     def __init__(self, label: str = "", unit: str = "", total: int = 0, first_s: float = 0.0):
         """`unit`: what is counted, in the singular, up to `total` (0: unknown)."""
@@ -83,7 +83,7 @@ def write(line: str) -> None:
 def with_progress(
     label: str, items: Iterable[Item], unit: str = "row", total: int = 0, each: int = 1, first_s: float = ROWS_S
 ) -> Iterator[Item]:
-    """Yields the same items, of `each` units, counted in a phase."""
+    """Yields `items` and counts them in a phase, `each` units for every item."""
     with Phase(label, unit, total, first_s) as phase:
         for item in items:
             yield item

@@ -23,8 +23,8 @@ from grpo.settings_table import FIELDS, TASKS, Settings, Value
 
 ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("train_grpo")
-MOST_WHOLE = 10**9  # The limit of whole numbers without one of their own: plans are computed with them.
-MOST_FLOAT = 1e30  # The same of other numbers: products stay within float32.
+MOST_WHOLE = 10**9  # The limit of a whole number whose setting names none, as plans are computed with it.
+MOST_FLOAT = 1e30  # The same limit for other numbers, whose products stay within float32.
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata.get("resume")}
 
@@ -46,10 +46,10 @@ class InputError(ValueError):
     """The input is wrong; `args` are the problems, each a sentence for the user."""
 
 
-def one_line(text: str, most: int = 2000) -> str:
-    """A text without its line ends, and without its middle where it has more than `most` characters."""
+def one_line(text: str, limit: int = 2000) -> str:
+    """A text on one line; its middle is left out where it has more than `limit` characters."""
     text = " ".join(text.splitlines())
-    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 def show(value: Value) -> str:
@@ -101,7 +101,7 @@ def format_exception(error: BaseException) -> str:
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The words that setting `name` takes, `auto` first where it takes that; empty where it is no choice."""
+    """The words that setting `name` takes, `auto` first where it takes that; empty where it has no list of words."""
     words = FIELDS[name].metadata.get("choices", ())
     return ("auto", *words) if words and str(FIELDS[name].type).endswith("| None") else words
 
@@ -157,15 +157,15 @@ def nearest_setting(variable: str) -> str | None:
     Short names match but for their case and underscores (`SPEED` is not `SEED`), longer ones if they are alike.
     """
     name = canonical_name(variable)
-    known = {form: ours for ours in FIELDS for form in (ours.replace("_", ""), f"{ours}S")}
-    near = difflib.get_close_matches(name, [ours for ours in FIELDS if len(ours) > 4], 1, cutoff=0.83)
-    return known.get(name) or known.get(name.replace("_", "")) or (near[0] if near else None)
+    spellings = {spelling: ours for ours in FIELDS for spelling in (ours.replace("_", ""), f"{ours}S")}
+    similar = difflib.get_close_matches(name, [ours for ours in FIELDS if len(ours) > 4], 1, cutoff=0.83)
+    return spellings.get(name) or spellings.get(name.replace("_", "")) or (similar[0] if similar else None)
 
 
 def flag_answers(words: Sequence[str]) -> list[str]:
-    """An answer to each part of a command line that is no option here: `--num-generations 8: set NUM_GENERATIONS=8`."""
+    """An answer to each part of a command line that is not an option: `--num-generations 8: set NUM_GENERATIONS=8`."""
     answers: list[str] = []
-    flags: list[list[str]] = []  # each flag with the words behind it
+    flags: list[list[str]] = []  # Each list holds a flag and the words behind it.
     for word in words:
         if word.startswith("-") and not word[1:2].isdigit():
             flags.append(word.split("=", 1))
@@ -182,7 +182,7 @@ def flag_answers(words: Sequence[str]) -> list[str]:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> tuple[Problems, list[str]]:
-    """Problems of variables that look like settings and are none, and warnings about words that any program exports."""
+    """Problems of variables that look like settings but are not, and warnings about words that any program exports."""
     problems, warnings = Problems(), []
     for variable in sorted(set(environ) - set(FIELDS) - set(split_commas(environ.get("IGNORE_VARS", "")))):
         name, ignore = canonical_name(variable), f"IGNORE_VARS={variable} if it belongs to another program"
@@ -190,7 +190,7 @@ def unknown_variables(environ: Mapping[str, str]) -> tuple[Problems, list[str]]:
         if answer := ANSWERS.get(name):
             fix = one_line(answer.replace("{}", shlex.quote(value)), 300)
             if name in COMMON.split():
-                warnings.append(f"{variable} is set and is no setting: {fix}; or {ignore}")
+                warnings.append(f"{variable} is set but is not a setting: {fix}; or {ignore}")
             else:
                 problems.add(variable, "no such setting", f"{fix[0].upper()}{fix[1:]}; or {ignore}")
         elif meant := nearest_setting(variable):

@@ -95,7 +95,7 @@ def parse_args() -> argparse.Namespace:
 
 def variants_of(options: argparse.Namespace) -> list:
     """The variants that the options name; a single one, `run`, if they name none."""
-    from grpo.measure.variants import Variant  # late: --help needs no torch
+    from grpo.measure.variants import Variant  # Imported here: --help needs no torch.
 
     variants = []
     for words in options.variant or [["run"]]:
@@ -108,7 +108,7 @@ def variants_of(options: argparse.Namespace) -> list:
 def main() -> int:
     options = parse_args()
     options.main = train_grpo.main
-    module = importlib.import_module(f"grpo.measure.{options.command}")  # late: --help needs no torch
+    module = importlib.import_module(f"grpo.measure.{options.command}")  # Imported here: --help needs no torch.
     return getattr(module, f"bench_{options.command}")(options)
 
 

@@ -40,7 +40,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(argv)
-    from grpo.measure.days import days  # late: --help needs no torch
+    from grpo.measure.days import days  # Imported here: --help needs no torch.
 
     try:
         return days(options)

@@ -53,7 +53,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def push(args: argparse.Namespace, folder: Path) -> None:
-    """Upload a folder, or print what that would be."""
+    """Uploads a folder, or with --dry-run prints what would be uploaded."""
     print(listing(folder, args.push) if args.dry_run else f"uploaded: {upload(folder, args.push)}")
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.push:
             check_account(args.push, args.dry_run)
         if best := read_best(args.adapter).get("in_words"):
-            print(f"({args.adapter} is the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
+            print(f"({args.adapter} holds the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
         if not args.out:
             s, _, base = prepare(args)
             with staged_adapter(s, args.adapter, base) as folder:

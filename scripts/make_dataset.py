@@ -48,13 +48,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{names}: only with --profile; the synthetic files have fixed settings")
     if args.profile and args.out is None:
         parser.error("--profile needs --out DIR, so that your files do not mix with the synthetic ones")
-    if args.prompt is None:  # in both forms, a folder of your own files would train every hour twice
+    if args.prompt is None:  # A run on a folder of your own files in both forms would train every hour twice.
         args.prompt = "full" if args.profile else "both"
     return args
 
 
 def make(args: argparse.Namespace) -> dict[str, str]:
-    """The files that were asked for, name -> text."""
+    """The text of each file, by its name."""
     prompts = ("full", "compact") if args.prompt == "both" else (args.prompt,)
     if not args.profile:
         return dict(dataset.synthetic_files(args.seed, prompts))
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 again = f"make them again with: python scripts/make_dataset.py --seed {args.seed} --out {out}"
                 print(*(f"{path}: differs" for path in wrong), again, sep="\n", file=sys.stderr)
                 return 1
-            print(f"{len(files)} files in {out} are what seed {args.seed} gives")
+            print(f"{len(files)} files in {out} are as seed {args.seed} makes them")
             return 0
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

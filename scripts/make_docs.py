@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write the parts of the documentation that code and recorded figures already hold, so that no fact stands twice.
+"""Write the parts of the documentation that code and recorded figures already hold, so that nobody edits a fact twice.
 
     python scripts/make_docs.py
 
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import ROOT, fold, settings_table
 
-# What a first real run decides beside DATA and OUTPUT_DIR, which stand in the README's commands.
+# The settings to choose for a first real run, besides DATA and OUTPUT_DIR, which stand in the README's commands.
 KEY_SETTINGS = (
     "REWARDS", "TOTAL_STEPS", "PROMPTS_PER_STEP", "NUM_GENERATIONS", "MAX_COMPLETION_LEN", "LEARNING_RATE", "LORA_R",
 )  # fmt: skip

@@ -47,7 +47,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args, start = parse_args(argv), time.perf_counter()
-    # Late: torch takes seconds, which --help and a usage error need not.
+    # Imported here: torch takes seconds, and --help and a usage error do not need it.
     from grpo.model.gptoss_format import ModelError, Shape
     from grpo.model.random_weights import write_full
     from grpo.model.warmup import write_tiny

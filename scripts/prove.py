@@ -69,7 +69,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(argv)
-    # Late: --help needs no torch.
+    # Imported here: --help needs no torch.
     from grpo.measure.proof import prove
     from grpo.measure.proof_data import SCALES, reasoning
 

@@ -42,15 +42,15 @@ from grpo.run.layout import ADAPTER
 from grpo.run.logs import METRICS
 from grpo.settings import MOST_WHOLE, ROOT, fold, number
 
-# Tracebacks that are no fault: of an interrupted import, and torchrun's own where a process of it was killed.
+# Tracebacks that are not faults: those of an interrupted import, and torchrun's own after a process was killed.
 INTERRUPTED_IMPORT = r"<frozen importlib|in <module>\n +(?:from|import) |torch/distributed/run.py"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PARTS = ("kills", "signals")
-OUTPUT, TEMPORARY = "output.txt", "tmp"  # In a case's folder; the last one is its TMPDIR.
-# In TMPDIR: of torchrun, always; of Python's tempfile when it begins; and of killed libraries, such as Triton.
+OUTPUT, TEMPORARY = "output.txt", "tmp"  # A case's output and its TMPDIR, in its folder.
+# What torchrun, Python's tempfile, and killed libraries such as Triton leave in TMPDIR.
 OF_OTHERS = r"torchelastic_.*|(?:tmp)?[a-z0-9_]{8}"
-LATE_S = {"kills": 120.0, "signals": 40.0}  # In which all processes of a case end after its first one has.
-NOT_COMPARED = ("sha256", "seconds", "date", "machine", "command", "commit", "versions")  # Keys of JSON files.
+LATE_S = {"kills": 120.0, "signals": 40.0}  # Seconds in which the others end after the first process.
+NOT_COMPARED = ("sha256", "seconds", "date", "machine", "command", "commit", "versions")  # keys of JSON files
 FIGURES = """
 {0}_cases | runs | of {{{0}_asked}} asked for
 {0}_signals | signals | struck them
@@ -75,7 +75,7 @@ class Program(NamedTuple):
 
 
 def read_programs() -> dict[str, Program]:
-    """The programs of reliability.toml by their names, with its texts put in. `{case}` and `{inputs}` stay."""
+    """The programs of reliability.toml by their names, with its texts filled in; `{case}` and `{inputs}` stay."""
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     texts, programs = tables.pop("texts"), {}
     for name, table in tables.items():
@@ -90,8 +90,8 @@ PROGRAMS = read_programs()
 
 
 def run_command(program: Program, case: Path, moment: Moment = NO_SIGNAL, late_s: float = LATE_S["kills"]) -> int:
-    """Runs a program in `case` and returns its exit code, that of a signal negative. Raises RuntimeError where other
-    processes of it go on for `late_s` after that."""
+    """Runs a program in `case` and returns its exit code, -N after signal N. Raises RuntimeError where other
+    processes of the case go on for more than `late_s` seconds."""
     folder = case.parents[1]
     for name in (OPERATIONS, TEMPORARY):
         (case / name).mkdir(parents=True, exist_ok=True)
@@ -165,13 +165,13 @@ def faults_of(program: Program, case: Path, whole: Path) -> list[str]:
 
 
 def begin(name: str, case: Path, folder: Path) -> None:
-    """Makes the folder of a case, as the program that it starts from has left it."""
+    """Makes the folder of a case, with what the program has left that this one starts from."""
     if start := PROGRAMS[name].start:
         shutil.copytree(folder / "whole" / start, case, ignore=shutil.ignore_patterns(OUTPUT, OPERATIONS))
 
 
 def run_whole(folder: Path, name: str) -> None:
-    """Runs a program undisturbed, in folder/whole. Raises RuntimeError if it fails; a proof so small proves nothing."""
+    """Runs a program undisturbed, in folder/whole. Raises RuntimeError if it fails, but `prove`, so small, must."""
     whole = folder / "whole" / name
     if not whole.exists():
         begin(name, whole, folder)
@@ -203,7 +203,7 @@ def prepare(folder: Path, names: list[str], jobs: int) -> None:
 
 
 def attack(folder: Path, part: str, name: str, number: int, seed: int) -> tuple[str, int]:
-    """One case, killed one to three times, its continuations too, or interrupted once; then continued and compared.
+    """Runs one case, which is killed one to three times or interrupted once, continued, and then compared.
     Returns (its faults in words, how many signals struck)."""
     rng, program, whole = random.Random(f"{part} {seed} {name} {number}"), PROGRAMS[name], folder / "whole" / name
     case, expected, moments = folder / part / f"{name}-{number}", int(name == "prove"), []
@@ -217,7 +217,7 @@ def attack(folder: Path, part: str, name: str, number: int, seed: int) -> tuple[
         moment = Moment(role, str(rng.randint(1, roles[role])), str(int(sent)), f"{delay:.3f}", scope)
         struck = case / OPERATIONS / STRUCK
         code = run_command(program, case, moment, LATE_S[part])
-        if not struck.exists():  # It has ended before.
+        if not struck.exists():  # The program ended before the signal.
             break
         struck.unlink()
         moments.append(" ".join(moment))
@@ -226,7 +226,7 @@ def attack(folder: Path, part: str, name: str, number: int, seed: int) -> tuple[
             return f"ended with exit code {code} after {moments[-1]}", 1
     else:
         code = run_command(program, case)
-    # What was complete when it was killed may be refused.
+    # A program that was complete when it was killed may refuse to run again.
     fails = code != expected and (code != 2 or differences(program, case, whole))
     faults = [f"ended with exit code {code}"] if fails else faults_of(program, case, whole)
     return f"{', '.join(faults)}; {', '.join(moments)}" if faults else "", len(moments)
@@ -253,19 +253,19 @@ def parse_args() -> argparse.Namespace:
 
 
 def chosen_cases(options: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """(part, program, number) of the cases that the options name. When the time is over, each program has had about
-    the same share of its own."""
+    """(part, program, number) of the cases that the options name. When the time is over, about the same share
+    of every program's cases has run."""
     shares = []
     for part, (name, chosen) in itertools.product(options.part, options.chosen.items()):
-        most = getattr(PROGRAMS[name], part)
-        numbers = [int(chosen)] if chosen else range(min(most, options.size or most))
+        limit = getattr(PROGRAMS[name], part)
+        numbers = [int(chosen)] if chosen else range(min(limit, options.size or limit))
         shares += [(place / len(numbers), part, name, case) for place, case in enumerate(numbers)]
     return [(part, name, case) for _, part, name, case in sorted(shares, key=lambda share: share[0])]
 
 
 def run_campaign(options: argparse.Namespace, folder: Path) -> int:
     """Runs the chosen cases; returns the exit code."""
-    from grpo.measure.record import save, tabled, write  # late: --help needs no torch
+    from grpo.measure.record import save, tabled, write  # Imported here: --help needs no torch.
 
     deadline, cases, values = time.monotonic() + 60 * options.minutes, chosen_cases(options), Counter[str]()
     prepare(folder, sorted({name for _, name, _ in cases}), options.jobs)
@@ -308,7 +308,7 @@ def run_campaign(options: argparse.Namespace, folder: Path) -> int:
 
 def main() -> int:
     options = parse_args()
-    from grpo.measure.record import fresh_folder  # late: --help needs no torch
+    from grpo.measure.record import fresh_folder  # Imported here: --help needs no torch.
 
     try:
         folder = fresh_folder(options.run.resolve())

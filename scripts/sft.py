@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if resolved.problems:
         print(*resolved.problems, sep="\n", file=sys.stderr)
         return 2
-    from grpo.learn.sft import learn_answers  # heavy: after the checks
+    from grpo.learn.sft import learn_answers  # Heavy modules are imported after the checks.
     from grpo.model.load import unseen_gpu
 
     if problem := unseen_gpu(resolved.machine) or fetch_weights(resolved.settings.MODEL_ID, resolved.files):

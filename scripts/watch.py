@@ -43,7 +43,7 @@ CLEAR = "\x1b[H\x1b[J"
 
 def is_running(folder: Path) -> bool:
     """Whether a process holds the run's lock (`grpo.run.folder.lock_run`); true where that cannot be known."""
-    # An error: it is held, or there is no lock file, as with a copy of a run or one that has not started.
+    # An OSError means that the lock is held or was never made, as in a copy of a run or before its start.
     with contextlib.suppress(OSError), lock_path(folder.resolve()).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
@@ -57,7 +57,7 @@ def read_news(path: Path) -> list[str]:
 
 
 def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFrame) -> str:
-    """What hinders the next step; how long the run still takes where nothing does."""
+    """Why no next step will come, or else how long the run still takes."""
     total, step = settings.get("TOTAL_STEPS", 0), metrics["step"].max() if len(metrics) else 0
     # A resumed run with more steps finds the complete.json of its first part: that one does not count.
     if number(read_json(folder / COMPLETE).get("steps")) >= total:
@@ -68,11 +68,11 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
         return "waiting for the first step"
     if step >= total:
         return "every step is done: evaluation and saving"
-    return Pace(total, settings.get("EVAL_STEPS", 0), metrics.to_dict("records")).left(step) or UNKNOWN
+    return Pace(total, settings.get("EVAL_STEPS", 0), metrics.to_dict("records")).time_left(step) or UNKNOWN
 
 
 def frame(folder: Path) -> tuple[list[str], bool]:
-    """The lines of a picture, and whether the run is complete. Nothing is remembered between two calls, so the run may
+    """The lines to show now, and whether the run is complete. Nothing is remembered between two calls, so the run may
     be resumed or made again meanwhile."""
     settings = part(read_json(folder / "settings.json"), "settings")
     metrics = read_metrics(folder / "metrics.csv") if (folder / "metrics.csv").is_file() else pandas.DataFrame()
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.run_dir.exists() and not options.run_dir.is_dir():
         print(f"watch: {options.run_dir} is not a folder. Name a run's OUTPUT_DIR", file=sys.stderr)
         return 2
-    sys.stdout.reconfigure(errors="replace")  # an encoding without some character must not end the watching
+    sys.stdout.reconfigure(errors="replace")  # A character outside the encoding must not end the watching.
     is_once = not sys.stdout.isatty()
     try:
         while True:

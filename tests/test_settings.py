@@ -116,7 +116,7 @@ def test_variables_of_other_trainers_are_errors_with_the_remedy(variable, value,
 def test_words_that_any_program_may_export_are_no_errors():
     for variable in COMMON.split():
         problems, warnings = unknown_variables({variable: "3"})
-        assert not problems and only(warnings).startswith(f"{variable} is set and is no setting: ")
+        assert not problems and only(warnings).startswith(f"{variable} is set but is not a setting: ")
         assert unknown_variables({variable: "3", "IGNORE_VARS": variable}) == ([], [])
     assert "set TOTAL_STEPS=3; or IGNORE_VARS=STEPS" in only(unknown_variables({"STEPS": "3"})[1])
     assert "set OUTPUT_DIR='runs/my run'; or" in only(unknown_variables({"OUT": "runs/my run"})[1])

@@ -30,12 +30,12 @@ class RewardLookup:
         columns: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
     ):
-        """`functions` and `weights`: all of the run's; `looked_up`: the places of those that can be looked up;
-        `columns`: the names of all columns."""
+        """`functions` and `weights` are all of the run's; `looked_up` holds the indices of the functions that can be
+        looked up, `columns` the names of all columns."""
         self.functions, self.weights, self.looked_up = functions, weights, looked_up
         self.columns, self.tokenizer = columns, tokenizer
-        self.tables: dict[str, list[float]] = {}  # by the row's id
-        self.tokens: dict[int, list[int]] = {}  # by the number of actions
+        self.tables: dict[str, list[float]] = {}  # row id -> rewards
+        self.tokens: dict[int, list[int]] = {}  # number of actions -> their tokens
 
     def rewards_of_actions(self, row: Row, state: TrainerState) -> list[float]:
         """Weighted rewards of an unreadable answer and of each action of `row`, summed over the looked-up functions;
@@ -45,11 +45,11 @@ class RewardLookup:
             texts = [tried_text(row.prompt, FINAL.format(answer)) for answer in answers]
             ids = self.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
             plain = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-            read = [
+            probes = [
                 read_completion(row, text, bare, len(tokens), False)
                 for text, bare, tokens in zip(texts, plain, ids, strict=True)
             ]
-            scores = score([self.functions[n] for n in self.looked_up], read, ids, self.columns, state)
+            scores = score([self.functions[n] for n in self.looked_up], probes, ids, self.columns, state)
             weights = [self.weights[n] for n in self.looked_up]
             self.tables[row.id] = [
                 math.fsum(weight * value for weight, value in zip(weights, values, strict=True)) for values in scores
@@ -62,15 +62,15 @@ class RewardLookup:
             self.tokens[actions] = action_tokens(self.tokenizer, actions) if actions else []
         return self.tokens[actions]
 
-    def answer_columns(self, read: Sequence[Completion], ids: Sequence[Sequence[int]]) -> list[int]:
+    def answer_columns(self, completions: Sequence[Completion], ids: Sequence[Sequence[int]]) -> list[int]:
         """Place of the token in each completion that names its action; -1 where the completion met MAX_COMPLETION_LEN,
         or no single token decides the action.
 
-        The token is known by what happens without it: with that of another action in its place, the completion answers
-        that other action. So a number in the reasoning is never taken for it, nor one of two equal `[k]`.
+        A token counts only if the completion answers another action once it is replaced by the token of that action. So
+        a number in the reasoning does not count, nor one of two equal `[k]`.
         """
-        columns, replaced, tried = [-1] * len(read), [], []
-        for i, (completion, tokens) in enumerate(zip(read, ids, strict=True)):
+        columns, replaced, tried = [-1] * len(completions), [], []
+        for i, (completion, tokens) in enumerate(zip(completions, ids, strict=True)):
             actions = len(completion.row.rewards)
             names, action = self.tokens_of(actions), completion.action
             if action is None or completion.truncated or not names:
@@ -79,16 +79,16 @@ class RewardLookup:
                 other = (action + 1) % actions
                 tried.append((i, place, other))
                 replaced.append([*tokens[:place], names[other], *tokens[place + 1 :]])
-        texts = self.tokenizer.batch_decode(replaced) if replaced else []  # Of no row it makes one empty text.
+        texts = self.tokenizer.batch_decode(replaced) if replaced else []  # Without rows, batch_decode makes one text.
         for (i, place, other), text in zip(tried, texts, strict=True):
-            row = read[i].row
+            row = completions[i].row
             if rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards)) == other:
                 columns[i] = place
         return columns
 
     def look_up(
         self,
-        read: Sequence[Completion],
+        completions: Sequence[Completion],
         ids: Sequence[Sequence[int]],
         scores: Sequence[Sequence[float]],
         state: TrainerState,
@@ -96,7 +96,8 @@ class RewardLookup:
         """The AnswerRewards of each completion, given its tokens and the score that each function gave it (NaN: the
         function left it out)."""
         answers = []
-        for completion, column, values in zip(read, self.answer_columns(read, ids), scores, strict=True):
+        columns = self.answer_columns(completions, ids)
+        for completion, column, values in zip(completions, columns, scores, strict=True):
             earned = [weight * value for weight, value in zip(self.weights, values, strict=True)]
             looked_up = math.fsum(earned[n] for n in self.looked_up)
             others = math.fsum(
@@ -121,8 +122,8 @@ class RewardLookup:
         return answers
 
     def look_up_rows(self, rows: Sequence[Row], state: TrainerState) -> list[AnswerRewards]:
-        """The AnswerRewards of completions whose first token names the action, whichever was chosen (DIRECT_ANSWERS): a
-        function of rows and policy alone. A row where a function leaves an answer out has no reward."""
+        """The AnswerRewards of completions whose first token names the action (DIRECT_ANSWERS): the same whichever
+        action was chosen. A row where a function leaves an answer out has no reward."""
         answers = []
         for row in rows:
             unreadable, *actions = self.rewards_of_actions(row, state)
@@ -134,9 +135,9 @@ class RewardLookup:
         return answers
 
 
-def expected_text(read: Sequence[Completion], answers: Sequence[AnswerRewards]) -> str:
-    """A line on how many completions of a step learn from their expected reward, and why the others do not."""
-    sampled = [completion for completion, answer in zip(read, answers, strict=True) if answer.column < 0]
+def expected_text(completions: Sequence[Completion], answers: Sequence[AnswerRewards]) -> str:
+    """A line on how many of a step's completions learn from their expected reward, and why the others do not."""
+    sampled = [completion for completion, answer in zip(completions, answers, strict=True) if answer.column < 0]
     truncated = sum(completion.truncated for completion in sampled)
     unreadable = sum(completion.action is None and not completion.truncated for completion in sampled)
     reasons = {
@@ -144,6 +145,7 @@ def expected_text(read: Sequence[Completion], answers: Sequence[AnswerRewards]) 
         "cannot be read": unreadable,
         "have no single token that decides the action, or no reward": len(sampled) - truncated - unreadable,
     }
-    text = f"expected reward at the answer: {len(read) - len(sampled)} of {len(read)} completions of this step"
-    parts = [f"{count} {reason}" for reason, count in reasons.items() if count]
+    count = len(completions)
+    text = f"expected reward at the answer: {count - len(sampled)} of {count} completions of this step"
+    parts = [f"{number} {reason}" for reason, number in reasons.items() if number]
     return f"{text}; the others are learned from as sampled: {', '.join(parts)}" if parts else text

@@ -27,6 +27,6 @@ class RunContext:
     packing: str  # `prefix` or `none`.
     stop: StopRequest
     engine: Engine | None = None  # None: transformers generates.
-    parity: list[dict[str, Any]] = field(default_factory=list)  # Figures of the mismatch check, beside their names.
+    parity: list[dict[str, Any]] = field(default_factory=list)  # Figures of each comparison of the mismatch check.
     ranks: Ranks = field(default_factory=Ranks)
     looked_up: tuple[int, ...] = ()  # The reward functions that EXPECTED_REWARD looks up; empty where it is off.

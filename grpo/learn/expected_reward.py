@@ -72,7 +72,7 @@ class StepRewards:
         )
 
     def __getitem__(self, rows: Tensor) -> StepRewards:
-        """Those of some completions, by their indices (b,)."""
+        """The rewards of the completions whose indices are `rows` (b,)."""
         return StepRewards(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     @property
@@ -87,8 +87,8 @@ class StepRewards:
 
 
 def action_tokens(tokenizer: PreTrainedTokenizerBase, actions: int) -> list[int]:
-    """The token that names each of so many actions in `[k]`; empty where that takes several tokens, or others change
-    with it."""
+    """The token that names each of so many actions in `[k]`; empty where a name takes several tokens, or changes the
+    tokens around it."""
     texts = [f"{ANSWER_BEFORE}{k}{ANSWER_AFTER}" for k in range(actions)]
     answers = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
     if len(set(map(len, answers))) > 1:
@@ -98,7 +98,7 @@ def action_tokens(tokenizer: PreTrainedTokenizerBase, actions: int) -> list[int]
 
 
 def last_place(ids: Sequence[int], token: int) -> int:
-    """Where `token` stands for the last time in `ids`; -1 where it does not."""
+    """The index of the last `token` in `ids`; -1 where there is none."""
     return next((place for place in reversed(range(len(ids))) if ids[place] == token), -1)
 
 
@@ -111,7 +111,7 @@ def expected_rewards(answers: StepRewards, probabilities: Tensor) -> Tensor:
 def mean_and_scale(
     answers: StepRewards, probabilities: Tensor, group: int, scale_rewards: str
 ) -> tuple[Tensor, Tensor]:
-    """(mean of V over the `group` of each completion, what its advantage is divided by), both (B,).
+    """(mean of V over each completion's `group`, the scale by which its advantage is divided), both (B,).
 
     The deviation is that of the mixture of all actions, not of V: V of equal prefixes is equal, and to divide by its
     own deviation would amplify rounding.
@@ -140,8 +140,8 @@ def token_advantages(
     without an answer's token has the advantage of its sampled reward throughout. `sampled` (B,): the advantages of the
     sampled rewards, which groups without any answer's token keep.
     """
-    kept = answers.others.masked_fill(values.isnan(), torch.nan).view(-1, group)
-    others = answers.others - kept.nanmean(1).repeat_interleave(group)
+    group_rewards = answers.others.masked_fill(values.isnan(), torch.nan).view(-1, group)
+    others = answers.others - group_rewards.nanmean(1).repeat_interleave(group)
     place = torch.arange(width, device=values.device) - answers.column[:, None]  # 0 at the answer's token
     behind = others[:, None] + answers.surplus[:, None] * (place > 0)
     before = (values - mean)[:, None].expand(-1, width)

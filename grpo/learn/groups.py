@@ -27,9 +27,9 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from grpo.run.ranks import RankLost, Ranks
 
 CONNECT_S = 300.0  # Seconds until all processes must have connected.
-SILENT_ROUNDS = 45  # A machine without a heartbeat for so many rounds of a second is taken for lost.
-GRACE_S = 20.0  # A process ends by itself so long after another one is gone: torchrun kills it after 30 s.
-# Nobody is lost for being slow: the heartbeat says who is gone, and gloo's own limit must not come first.
+SILENT_ROUNDS = 45  # A machine counts as lost after so many rounds of a second without its heartbeat.
+GRACE_S = 20.0  # Seconds after the loss of a process in which the others end: torchrun kills them after 30.
+# A slow process is not lost: only the heartbeat says who is, so gloo's own limit must not come first.
 GLOO_TIMEOUT = timedelta(days=30)
 NCCL_TIMEOUT = timedelta(hours=1)  # All ranks have met on gloo just before, so they are milliseconds apart.
 
@@ -51,17 +51,17 @@ class ConnectedRanks(Ranks):
     def __init__(self, ranks: Ranks):
         super().__init__(**{field.name: getattr(ranks, field.name) for field in dataclasses.fields(Ranks)})
         self.lost: RankLost | None = None  # The first process that is gone.
-        self.left = threading.Event()
+        self.disconnected = threading.Event()
         self.rounds_waited = 0  # Seconds since the store answered last.
-        self.siblings: dict[int, tuple[int, str]] = {}  # Process id and birth of the others on this machine.
-        self.nccl: ProcessGroup | None = None  # Made at the first sum of tensors on GPUs.
+        self.siblings: dict[int, tuple[int, str]] = {}  # Rank -> process id and birth, on this machine.
+        self.nccl: ProcessGroup | None = None  # It is made at the first sum of tensors on GPUs.
         self.store = self._open_store()
         self._meet()
         gloo = ProcessGroupGloo(PrefixStore("gloo", self.store), self.rank, self.size, GLOO_TIMEOUT)
         self.gloo = cast(ProcessGroup, gloo)  # A backend has the same collectives, which torch's stubs leave out.
         self.machine = self.rank - self.local_rank  # A machine is known by the rank of its first process.
         processes = self.share([self.machine, os.getpid(), birth(os.getpid())])
-        # One that has ended since it shared its birth is watched too, and so it is noticed at once.
+        # A process that has ended since it shared its birth is watched too, so that its end is noticed.
         for rank, (machine, pid, born) in enumerate(processes):
             if machine == self.machine and rank != self.rank and born:
                 self.siblings[rank] = pid, born
@@ -80,7 +80,7 @@ class ConnectedRanks(Ranks):
         return PrefixStore(f"train_grpo/{self.run_id}", store)
 
     def _meet(self) -> None:
-        """Waits here, where a signal is answered, for all processes: the start of a group would block."""
+        """Waits for all processes before a group starts, as that start would block and answer no signal."""
         deadline = time.monotonic() + CONNECT_S
         self.store.set(f"here/{self.rank}", "")
         while missing := [rank for rank in range(self.size) if not self.store.check([f"here/{rank}"])]:
@@ -88,11 +88,10 @@ class ConnectedRanks(Ranks):
                 raise RankLost(missing[0], message=f"it did not come within {CONNECT_S:.0f} s")
             time.sleep(0.05)
 
-    # ---- Speaking ----
+    # ---- Exchanging values ----
 
     def _wait(self, work: Work) -> None:
-        """Waits as long as nobody is lost, however late others are. The pauses are short, as signals are answered
-        between them."""
+        """Waits for `work`, however late other ranks are, unless one is lost. Short pauses let signals be answered."""
         pause = 0.0005
         while not work.is_completed():
             if self.lost:
@@ -109,7 +108,7 @@ class ConnectedRanks(Ranks):
             raise RuntimeError(f"the connection to another process broke ({error})") from None
 
     def share(self, value: Any) -> list[Any]:
-        data = json.dumps(value, default=lambda scalar: scalar.item()).encode()  # NumPy's numbers are no JSON.
+        data = json.dumps(value, default=lambda scalar: scalar.item()).encode()  # JSON lacks NumPy's numbers.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._wait(self.gloo.allgather([lengths], [torch.tensor([len(data)])]))
         padded = torch.frombuffer(bytearray(data.ljust(int(max(lengths)) + 1, b"\0")), dtype=torch.uint8)
@@ -134,23 +133,23 @@ class ConnectedRanks(Ranks):
     def sum_tensor(self, tensor: Tensor) -> None:
         if not tensor.is_cuda:
             return self._wait(self.gloo.allreduce([tensor]))
-        # NCCL gives up on who comes later than its timeout: wait on gloo, which does not, until every GPU is ready.
+        # NCCL gives up on a rank that comes after its timeout. Gloo does not: it waits here until every GPU is ready.
         torch.cuda.synchronize()
         self._wait(self.gloo.barrier())
         if self.nccl is None:
-            # Made at the first sum, after vLLM has captured its graphs. Its connection is its own, as what NCCL waits
-            # for there must not hold up the heartbeat.
+            # NCCL's group is made at the first sum, after vLLM has captured its graphs. It has its own connection to
+            # the store, so that NCCL's waiting there does not hold up the heartbeat.
             backend = torch.distributed.ProcessGroupNCCL
             options = backend.Options()
             options._timeout = NCCL_TIMEOUT
             nccl = backend(PrefixStore("nccl", self._open_store()), self.rank, self.size, options)
-            self.nccl = cast(ProcessGroup, nccl)  # As with gloo.
+            self.nccl = cast(ProcessGroup, nccl)  # It is cast for the same reason as gloo.
         self._wait(self.nccl.allreduce([tensor]))
 
-    # ---- Who is gone ----
+    # ---- Noticing lost processes ----
 
     def is_broken(self) -> bool:
-        return not self.left.is_set() and (self.lost is not None or self._lost_sibling() is not None)
+        return not self.disconnected.is_set() and (self.lost is not None or self._lost_sibling() is not None)
 
     def _lost_sibling(self) -> int | None:
         return next((rank for rank, (pid, born) in self.siblings.items() if birth(pid) != born), None)
@@ -161,16 +160,16 @@ class ConnectedRanks(Ranks):
 
     def _beat(self) -> None:
         """Tells the others once a second that this machine is alive, and looks for processes that are gone. A process
-        that is busy, held or stopped is alive. The heartbeat is that of a machine: one that loses its power closes no
+        that is busy or stopped counts as alive. Each machine has a heartbeat because one that loses its power closes no
         connection."""
         beats: dict[int, int] = {}
         silent: Counter[int] = Counter()
-        while not self.lost and not self.left.wait(1):
+        while not self.lost and not self.disconnected.wait(1):
             try:
                 self.store.add(f"beat/{self.machine}", 1)
-                gone = self._lost_sibling()
-                if gone is not None or self.store.check(["end"]):
-                    self.lost = self._report(self.rank if gone is None else gone)
+                lost_rank = self._lost_sibling()
+                if lost_rank is not None or self.store.check(["end"]):
+                    self.lost = self._report(self.rank if lost_rank is None else lost_rank)
                 for machine in self.other_machines:
                     beat = self.store.add(f"beat/{machine}", 0)
                     silent[machine] = silent[machine] + 1 if beat == beats.get(machine) else 0
@@ -182,28 +181,28 @@ class ConnectedRanks(Ranks):
             self.rounds_waited = 0
 
     def _guard(self) -> None:
-        """Ends this process where another one is gone and it does not notice. It may be in a rollout, or wait for a
-        store whose machine is gone."""
-        while not self.lost and not self.left.wait(1):
+        """Ends this process if it does not notice that another one is gone. It may be in a rollout, or wait for a store
+        whose machine is gone."""
+        while not self.lost and not self.disconnected.wait(1):
             self.rounds_waited += 1
             if self.rounds_waited > SILENT_ROUNDS:
                 self.lost = self.lost or RankLost(0)
-        if self.lost and not self.left.wait(GRACE_S):
+        if self.lost and not self.disconnected.wait(GRACE_S):
             self.on_lost(self.lost)
             os._exit(self.lost.code or 1)
 
     def disconnect(self, code: int, message: str = "") -> None:
-        if self.left.is_set():
+        if self.disconnected.is_set():
             return
         with contextlib.suppress(RuntimeError):
             if not self.lost:
                 self._report(self.rank, code, message)
-        self.left.set()
+        self.disconnected.set()
         for thread in self.threads:  # A thread that still uses the store when Python ends would abort the process.
             thread.join(2)
         if self.nccl is not None:
             self.nccl.abort()  # Unlike `shutdown`, this waits for nobody.
-        # Never destroyed: gloo's destructor waits for collectives that others may never join.
+        # Gloo's group is never destroyed: its destructor waits for collectives that others may never join.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.gloo))
         if self.rank == 0 and self.other_machines:
             time.sleep(3)  # The store ends with rank 0's torchrun, and the others read there how the run ended.

@@ -48,13 +48,13 @@ class Learner(GRPOTrainer):
     # TRL allows other models and arguments; a run always has an adapter and GRPO's arguments.
     model: PeftModel
     args: GRPOConfig
-    # With DIRECT_ANSWERS: the probabilities (B, K) of the actions that choosing a step's answers has computed, in the
-    # rows of this rank; zeros in the others'.
+    # With DIRECT_ANSWERS, the probabilities (B, K) of the actions, as computed when a step's answers were chosen; zeros
+    # in the rows of other ranks.
     chosen_by: Tensor | None = None
 
     def learn(self, model: torch.nn.Module, batch: Batch, answers: StepRewards | None = None) -> Tensor:
-        """Computes the gradients of the loss of `batch`, each rank those of its own prompts, and adds them up. Returns
-        the loss, a scalar.
+        """Computes the gradients of the loss of `batch`, on each rank for its own prompts, and sums them over ranks.
+        Returns the loss, a scalar.
 
         `batch` holds `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,), and where they are
         known `sampling_per_token_logps` and `ref_per_token_logps` (B, C). `answers` are the rewards of all actions,
@@ -71,7 +71,7 @@ class Learner(GRPOTrainer):
         for rows, packed in with_progress("learning", self.micro_batches(batch), "micro-batch", first_s=LINE_S):
             with self.accelerator.autocast():
                 states = hidden_states(base, packed, self.run.attention)
-                # The backward pass of head and loss comes first: their memory is free before that of the layers.
+                # The backward pass of head and loss comes first: their memory is freed before the layers need theirs.
                 leaf = states.detach().requires_grad_()
                 token_logps, entropy = self.compute_logps(base, leaf, packed.targets)
             micro_batch = {name: value[rows] if value.ndim else value for name, value in batch.items()}
@@ -151,7 +151,7 @@ class Learner(GRPOTrainer):
         return batch | {"advantages": advantages}, means, (weights / scale).masked_fill(~answers.is_expected, 0.0)
 
     def probabilities_of_step(self, base: PreTrainedModel, batch: Batch, answers: StepRewards) -> Tensor:
-        """Probabilities (B, K) of the actions in the rows of this rank, zeros in the others'. This is a forward pass
+        """Probabilities (B, K) of the actions in this rank's rows, zeros in other ranks'. This is a forward pass
         without gradient up to the answers, because mean and deviation of a step must be known before its first
         micro-batch learns."""
         mask = batch["completion_mask"]
@@ -231,7 +231,7 @@ class Learner(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ):
-        """Log-probs (B, C) of the last `logits_to_keep` tokens: TRL asks for those of the reference."""
+        """Log-probs (B, C) of the last `logits_to_keep` tokens: TRL calls this for the reference model."""
         batch = {
             "prompt_ids": input_ids[:, :-logits_to_keep],
             "prompt_mask": attention_mask[:, :-logits_to_keep],

@@ -48,11 +48,11 @@ def grpo_options(
         "use_cpu": not cuda,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "logging_steps": 1,
-        "disable_tqdm": True,  # the lines of the steps tell all; scripts/watch.py has a bar and the time left
+        "disable_tqdm": True,  # training.log has a line for each step; scripts/watch.py shows the time left
         "save_strategy": "steps",
         "report_to": trackers or "none",
         "run_name": run_folder(s).name,
-        "project": run_folder(s).name,  # trackio's; unset, all runs of a machine share one, `huggingface`
+        "project": run_folder(s).name,  # for trackio, where all runs would share the project `huggingface`
         "data_seed": s.SEED,
         "dataloader_pin_memory": cuda,
     }

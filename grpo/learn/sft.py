@@ -29,7 +29,7 @@ from grpo.settings import Settings
 # SFTConfig knows these settings by the same names.
 SHARED = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")
 UNFINISHED = "adapter.tmp"  # The folder in OUTPUT_DIR that the adapter is written to.
-LINES = 10  # The training prints so many lines.
+LINES = 10  # The number of lines that the training prints.
 
 
 def tokenized(
@@ -102,7 +102,7 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
     # PEFT's own card would name the path of the base model's files, and PEFT has no hook for another text.
     policy.create_or_update_model_card = write_model_card  # type: ignore[method-assign]
     unfinished = folder / UNFINISHED
-    shutil.rmtree(unfinished, ignore_errors=True)  # That of a start which was killed.
+    shutil.rmtree(unfinished, ignore_errors=True)  # A start that was killed may have left one.
     policy.save_pretrained(str(unfinished))
     tokenizer.save_pretrained(str(unfinished))
     last = folder / f"{ADAPTER}.tmp"

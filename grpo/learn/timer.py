@@ -26,7 +26,7 @@ class StepTimerCallback(TrainerCallback):
 
     def __init__(self, stop: StopRequest, sync_signal: Callable[[int, torch.nn.Module], int]):
         self.stop, self.sync_signal = stop, sync_signal
-        self.parts = {"rollout": 0.0, "reward": 0.0}  # Seconds of this step.
+        self.parts = {"rollout": 0.0, "reward": 0.0}  # Seconds of this step by its parts.
         self.started = self.seconds = 0.0
         self.used_gib = 0.0  # The highest use of the GPU that was read in this step.
         self.utilizations: list[float] = []  # Samples of this step, in percent.
@@ -58,7 +58,7 @@ class StepTimerCallback(TrainerCallback):
         }
 
     def on_train_begin(self, args, state, control, **kwargs):
-        state.save_steps = args.save_steps  # A resumed run may change it; the Trainer takes that of the checkpoint.
+        state.save_steps = args.save_steps  # The Trainer would ignore that a resumed run changes SAVE_STEPS.
         if torch.cuda.is_available():
             device = torch.cuda.current_device()
             threading.Thread(target=self.sample_utilization, args=[device], daemon=True).start()
@@ -69,7 +69,7 @@ class StepTimerCallback(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self.parts = dict.fromkeys(self.parts, 0.0)
         self.used_gib = 0.0
-        self.utilizations = []  # Drops the samples between the steps, which are those of an evaluation.
+        self.utilizations = []  # This drops samples taken between the steps, in an evaluation.
         self.started = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):

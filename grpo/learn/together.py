@@ -38,7 +38,7 @@ def sum_over_ranks(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
     """Puts into each tensor the sum of what all ranks hold in it, added in float32: the same bits on every rank."""
     if ranks.size == 1:
         return
-    flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors])  # They travel in one message.
+    flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors])  # All tensors travel in one message.
     ranks.sum_tensor(flat)
     for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(total.view_as(tensor))
@@ -56,7 +56,7 @@ def gradients_of(model: torch.nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def broadcast_adapter(ranks: Ranks, model: torch.nn.Module) -> None:
-    """Every rank gets rank 0's adapter."""
+    """Copies rank 0's adapter into the `model` of every rank."""
     for parameter in adapter_of(model) if ranks.size > 1 else ():
         values = parameter.detach().cpu().contiguous()
         ranks.broadcast_tensor(values)
@@ -76,7 +76,7 @@ def broadcast_checkpoint(ranks: Ranks, folder: Path | None, scratch: Path) -> Pa
 
 
 def sync_stop_signal(ranks: Ranks, signal: int, model: torch.nn.Module, step: int) -> int:
-    """The signal by which any process was asked to stop, the same on all; 0 where there was none. Raises RuntimeError
+    """The signal that asked any process to stop, the same on all ranks; 0 where there was none. Raises RuntimeError
     where an adapter differs from that of rank 0."""
     if ranks.size == 1:
         return signal

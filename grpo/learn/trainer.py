@@ -96,8 +96,8 @@ class Trainer(Learner):
         self.actions: list[int] = []  # With DIRECT_ANSWERS, the tokens of all actions that any row has.
         if s.DIRECT_ANSWERS:
             self.actions = action_tokens(tokenizer, max(len(row.rewards) for row in run.rows))
-            config.num_generations = s.NUM_GENERATIONS  # `grpo_options` says why it comes with another one.
-        self.step_rewards: StepRewards | None = None  # Those of the last completions, with EXPECTED_REWARD.
+            config.num_generations = s.NUM_GENERATIONS  # `grpo_options` says why the config has another number.
+        self.step_rewards: StepRewards | None = None  # Rewards of the last completions, with EXPECTED_REWARD.
         # Only the index travels through TRL: the columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
         with experts_wrapped(model):
@@ -145,7 +145,7 @@ class Trainer(Learner):
         rotate_checkpoints(self.run.folder, self.run.settings.SAVE_TOTAL_LIMIT)
 
     def save_last_step(self) -> None:
-        """Saves a checkpoint of the last finished step where it has none, for a run that ends before the next step has
+        """Saves a checkpoint of the last finished step, if there is none, for a run that ends before the next step has
         learned: weights, optimizer and logs are still those of the finished step."""
         step = self.state.global_step
         if step and not (self.run.folder / f"checkpoint-{step}").exists():
@@ -220,8 +220,8 @@ class Trainer(Learner):
     def choose_answers(
         self, prompt_ids: Sequence[Sequence[int]], temperature: float, actions: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`choose_tokens` behind these prompts, all on this rank, as the learner computes them; `actions`: None is all
-        of the run's."""
+        """Calls `choose_tokens` for these prompts, all on this rank, with the learner's model and micro-batches.
+        Without `actions` all of the run's are possible."""
         run, share = self.run, self.run.packing == "prefix"
         longest = max(map(len, prompt_ids), default=0)
         limit = micro_batch_tokens(run.settings, run.plan.micro_batch, longest, share)
@@ -308,19 +308,19 @@ class Trainer(Learner):
                 by_function, answers = self.run.ranks.broadcast()
                 self.set_step_rewards([AnswerRewards(*answer) for answer in answers])
                 return torch.tensor(by_function, device=self.accelerator.device)
-            read = self.read_completions([self.run.rows[x["row"]] for x in inputs], completion_ids_list)
+            step_completions = self.read_completions([self.run.rows[x["row"]] for x in inputs], completion_ids_list)
             logs = self._log_completion_extra, self._log_metric
-            scores = score(self.reward_funcs, read, completion_ids_list, self.columns, self.state, *logs)
+            scores = score(self.reward_funcs, step_completions, completion_ids_list, self.columns, self.state, *logs)
             per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
             answers = []
             if self.lookup and self.run.settings.DIRECT_ANSWERS:
-                answers = self.lookup.look_up_rows([completion.row for completion in read], self.state)
+                answers = self.lookup.look_up_rows([completion.row for completion in step_completions], self.state)
             elif self.lookup:
-                answers = self.lookup.look_up(read, completion_ids_list, scores, self.state)
-            # TRL's own figure is the batch's with SCALE_REWARDS=batch, and leaves out groups with fewer than two
-            # rewards.
+                answers = self.lookup.look_up(step_completions, completion_ids_list, scores, self.state)
+            # TRL's own figure describes the whole batch with SCALE_REWARDS=batch, and leaves out groups with fewer than
+            # two rewards.
             groups = totals.view(-1, self.num_generations)
             lowest, highest = groups.nan_to_num(nan=math.inf).amin(1), groups.nan_to_num(nan=-math.inf).amax(1)
             teaches = highest > lowest
@@ -330,9 +330,9 @@ class Trainer(Learner):
             zero_std = 1 - teaches.float().mean().item()
             step, by_function = self.state.global_step + 1, per_function.tolist()
             share = sum(answer.column >= 0 for answer in answers) / len(answers) if answers else None
-            self.run_log.write_completions(step, read, totals.tolist(), by_function, zero_std, share)
+            self.run_log.write_completions(step, step_completions, totals.tolist(), by_function, zero_std, share)
             if answers and self._step == 0:
-                log.info("%s", expected_text(read, answers))
+                log.info("%s", expected_text(step_completions, answers))
             self.run.ranks.broadcast([by_function, [dataclasses.astuple(answer) for answer in answers]])
             self.set_step_rewards(answers)
         return per_function
@@ -355,7 +355,7 @@ class Trainer(Learner):
             try:
                 batch = self._generate_and_score_completions(inputs)
             except RewardError:
-                self.state.num_input_tokens_seen = tokens  # The tokens of this step will be counted again.
+                self.state.num_input_tokens_seen = tokens  # A resumed run counts this step's tokens again.
                 self.save_last_step()
                 raise
             self._step += 1
@@ -367,8 +367,8 @@ class Trainer(Learner):
         return loss
 
     def cut_to_answers(self, batch: Batch) -> Batch:
-        """The `batch` of a step with the first token of each completion alone: nobody chose the tokens behind it, so
-        that neither loss nor entropy may count them, nor TRL's figures of lengths."""
+        """The `batch` of a step with the first token of each completion alone: the tokens behind it were not sampled,
+        so neither the loss, nor the entropy, nor TRL's figures of lengths may count them."""
         for name in [name for name in self._metrics["train"] if name.startswith("completions/")]:
             del self._metrics["train"][name]
         cut = {name: value[:, :1] for name, value in batch.items() if value.ndim == 2 and "prompt" not in name}
@@ -400,7 +400,7 @@ class Trainer(Learner):
         if not self.measure:
             return {}
         started = time.perf_counter()
-        # It leaves no trace in what is learned: every rollout sets torch's seed.
+        # Measuring does not change what is learned, as every rollout sets torch's seed.
         figures = self.measure(self)
         return figures | {"eval_s": time.perf_counter() - started}
 

@@ -17,7 +17,7 @@ from grpo.measure.record import Json
 from grpo.model.warmup_rows import ACTIONS, CHAIN, stated_numbers
 from grpo.plan.machine import read_machine
 
-# Of a chain, whole and at its end, its numbers and its plan; a chain of another form has none.
+# Matches a chain that has the form of CHAIN; its groups are the numbers and, last, the plan.
 FORM = re.compile(re.escape(CHAIN).replace(r"\{\}", r"(\d+)"))
 
 

@@ -20,7 +20,7 @@ from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profil
 from grpo.tasks.tes.profiles import Profile, ProfileError, to_csv, windows
 from grpo.tasks.tes.record import LEAST_WINDOWS
 
-FEWEST_WINDOWS = 20  # to walk through, as in the demo's data: real ones, and varied ones where they are fewer
+FEWEST_WINDOWS = 20  # As in the demo's data. Varied windows make up for missing real ones.
 VARY = 2.0  # largest factor of a varied day's load
 
 
@@ -37,8 +37,8 @@ class Split:
 
 
 def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path) -> list[Path]:
-    """The files that are held out of those of `folder`, which come in the `ordered` of their dates: as `read_split`
-    says. Raises ProfileError."""
+    """The files to hold out, chosen from those of `folder`, `ordered` by date, as `read_split` says. Raises
+    ProfileError."""
     if not heldout or (len(heldout) == 1 and heldout[0].isdigit()):
         count = int(heldout[0]) if heldout else max(1, len(ordered) // 3)
         chosen = list(ordered[max(0, len(ordered) - count) :])
@@ -96,8 +96,8 @@ def write_data(split: Split, out: Path, prompt: str) -> dict[str, str]:
 
 
 def hours_csv(profile: Profile) -> str:
-    """A profile with the column names that need no choice, and every digit: the closed loop must see what the rows
-    tell."""
+    """A profile as CSV, with the columns' standard names and every digit, so that the closed loop sees the numbers that
+    the rows show."""
     rows = [
         (datetime.combine(day, time(hour)), float(co2[hour]), float(load[hour]))
         for day, co2, load in zip(profile.dates, profile.co2, profile.load_kw, strict=True)

@@ -22,16 +22,16 @@ from grpo.tasks.tes.record import add_totals
 from grpo.tasks.tes.simulator import unserved_text
 
 EVALUATE = ROOT / "scripts" / "evaluate.py"
-ADAPTERS = {"last": "", "best": BEST}  # where they lie in OUTPUT_DIR
+ADAPTERS = {"last": "", "best": BEST}  # adapter -> its folder in OUTPUT_DIR
 KINDS = {"": "at the evaluation's temperature", GREEDY: "the likeliest answer"}
-OF_SEED = ("_before", "_after", "_gain", "_greedy")  # ends of reward figures that differ between seeds
+OF_SEED = ("_before", "_after", "_gain", "_greedy")  # ends of the names of reward figures that differ between seeds
 
 
 @dataclass(frozen=True)
 class SeedResult:
-    """A seed's run. `totals` are those of closed_loop.json by set of windows and policy: the rules, the optimum, `last`
-    and `best` for the adapters, for seed 1 `base` as well, and their greedy answers. `windows` counts those of a set.
-    """
+    """A seed's run. `totals` holds the totals of closed_loop.json by set of windows and by policy: the rules, the
+    optimum, `last` and `best` for the adapters, for seed 1 `base` as well, and their greedy answers. `windows` is the
+    number of windows in each set."""
 
     run: Path
     seconds: float
@@ -76,10 +76,10 @@ def run_seed(options: argparse.Namespace, profiles: Mapping[str, Path], seed: in
         totals: dict[str, dict[str, Json]] = {name: {} for name in REPORTED}
         for adapter, folder in ADAPTERS.items():
             path = run.with_name(f"{run.name}-{adapter}.json")
-            path.unlink(missing_ok=True)  # That of an earlier measurement is not replaced otherwise.
+            path.unlink(missing_ok=True)  # An earlier measurement's file would otherwise stay.
             command: list[str | Path] = [sys.executable, EVALUATE, run / folder, "--out", path, "--profile"]
             command += [profiles[name] for name in REPORTED]
-            # The base model is the same for all seeds.
+            # The base model is measured once, as it is the same for all seeds.
             start([*command, *(["--base-too"] if (seed, adapter) == (1, "last") else [])], {})
             by_set, windows = totals_by_set(read_json(path))
             for name, policies in by_set.items():
@@ -99,7 +99,7 @@ def set_figures(seed: SeedResult, policy: str, prefix: str = "") -> list[Figure]
 
 
 def below_rule(seeds: Sequence[SeedResult], policy: str) -> int:
-    """On how many of the seeds x sets the regret of a policy is below the rule's."""
+    """The number of pairs of a seed and a set on which the regret of a policy is below the rule's."""
     pairs = [(seed.totals[name][policy], seed.totals[name][RULE]) for seed in seeds for name in REPORTED]
     return sum(total["regret_percent"] < rule["regret_percent"] for total, rule in pairs)
 
@@ -128,7 +128,7 @@ def bench_demo(options: argparse.Namespace) -> int:
                 figures += set_figures(seed, adapter + kind, prefix)
         note = f"process start to zip, {options.jobs} seeds side by side"
         figures.append(figure(f"{prefix}total_s", seed.seconds, "s", note))
-    write(Path(options.out), figures)  # First: the picture changes the working tree, whose commit this names.
+    write(Path(options.out), figures)  # This comes first: the picture changes the working tree, whose commit it names.
     if options.figure:
         plot_seeds(seeds, Path(options.figure))
     return int(below_rule(seeds, "best") < count)
@@ -137,7 +137,7 @@ def bench_demo(options: argparse.Namespace) -> int:
 def plot_seeds(seeds: Sequence[SeedResult], path: Path) -> None:
     """Reward of the sampled completions over the steps, a line a seed, and regret of the plant by set of windows and
     adapter, a dot a seed."""
-    from matplotlib.figure import Figure as Drawing  # Late: a GPU machine measures without a picture.
+    from matplotlib.figure import Figure as Drawing  # Imported here: a GPU machine measures without a picture.
 
     drawing = Drawing(figsize=(9, 3.6), dpi=160)
     left, right = drawing.subplots(1, 2)

@@ -21,7 +21,7 @@ SEED = 1
 # Random streams beyond those of the data files and short hours (dataset.py), so that no day is shared with them.
 STREAMS = {"selection": 4, "others": 5, "varied": 6}
 COUNTS = {"selection": 10, "others": 20, "varied": 20}
-MOST_FACTOR = 2.0  # of a varied day's load, its least is the reciprocal
+MOST_FACTOR = 2.0  # Largest factor of a varied day's load; the smallest is its reciprocal.
 
 
 def profile_text(name: str) -> str:

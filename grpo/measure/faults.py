@@ -26,8 +26,8 @@ from grpo.measure.variants import Function, intercept, occupy
 from grpo.rollout.engine import Engine
 from grpo.run.child import run_child
 
-# Phase -> the function that is the phase, and the seconds into it at which a kill comes: before its end on an H200,
-# also with the mid-size model (wake 0.023 s, sleep 0.006 s).
+# Phase -> its function, and the seconds after its start at which a kill comes. On an H200 that is before its end, even
+# with the mid-size model (wake 0.023 s, sleep 0.006 s).
 PHASES: dict[str, tuple[type | ModuleType, str, float]] = {
     "wake": (Engine, "wake", 0.01),
     "sync": (Engine, "sync_weights", 0.005),
@@ -45,10 +45,10 @@ FAULTS = (
 SAVE_EVERY = 2  # steps
 COMMON = f"""USE_VLLM=1 PARITY=off EVAL_SAMPLES=0 REWARDS=action,{NOISE} INVALID_REWARD=0 NUM_GENERATIONS=8
     PROMPTS_PER_STEP=2 MAX_COMPLETION_LEN=128 SAVE_STEPS={SAVE_EVERY}"""
-CRITICAL = " C train_grpo: "  # in a line of training.log
+CRITICAL = " C train_grpo: "  # Marks critical lines of training.log.
 # Kind of fault -> exit codes that it may end with, and words that the run's critical lines then hold.
 EXPECTED = {"kill": ((128 + signal.SIGKILL,), ""), "memory": ((1, 4), "memory"), "dying": ((4,), "EngineCore died")}
-SPARE_GIB = 1 / 32  # that a full GPU has left
+SPARE_GIB = 1 / 32  # What is free on a GPU that counts as full.
 
 
 class Start(NamedTuple):
@@ -56,10 +56,10 @@ class Start(NamedTuple):
 
     code: int
     seconds: float
-    message: str  # its critical lines, or its last line where there are none
+    message: str  # the log's critical lines, or its last line where there are none
 
     def shows(self, fault: str) -> bool:
-        """Whether it ended as `fault` makes a run end, and not of something else."""
+        """Whether this start ended as `fault` makes a run end, and for no other reason."""
         codes, words = EXPECTED[fault.partition(":")[0]]
         return self.code in codes and words in self.message
 
@@ -90,7 +90,7 @@ def faults_child(options: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         stack.enter_context(intercept(owner, name, strike))
-        stack.enter_context(intercept(Trainer, "learn", arm))  # Around `strike` where that is learning itself.
+        stack.enter_context(intercept(Trainer, "learn", arm))  # `arm` runs before `strike` where both watch learning.
         return options.main([])
 
 
@@ -127,7 +127,7 @@ def is_whole(folder: Path, uninterrupted: Path, steps: int) -> bool:
 
 def bench_faults(options: argparse.Namespace) -> int:
     """A run without a fault, and one that meets each fault of `--faults`, two steps apart, and is started again after
-    each. Returns 1 if a fault went by unseen or a start ended of something else, the same command did not continue, a
+    each. Returns 1 if a fault went by unseen or a start ended for another reason, the same command did not continue, a
     step is missing or doubled, or a .tmp is left."""
     if options.child:
         return faults_child(options)
@@ -137,7 +137,7 @@ def bench_faults(options: argparse.Namespace) -> int:
     figures = [figure("whole_s", whole.seconds, "s", f"{steps} steps without a fault, exit code {whole.code}")]
     all_seen = True
     for number, fault in enumerate(faults, 1):
-        # In the step before a checkpoint, so that the next thing is that it is saved, or lost with the kill.
+        # The fault is armed in a step that ends with a checkpoint, which is saved next, or lost with the kill.
         start = start_run(options, folder / "faults", steps, f"{fault}:{SAVE_EVERY * number}")
         all_seen &= start.shows(fault)
         note = f"exit code {start.code}: {start.message[:120]}"

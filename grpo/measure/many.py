@@ -23,7 +23,7 @@ from grpo.measure.variants import Function, intercept, read_result, run_settings
 from grpo.plan.machine import GIB
 from grpo.run.child import run_child
 
-GROUP, LARGE = 8, 4  # completions of a prompt; how many times the prompts of one GPU the large step has
+GROUP, LARGE = 8, 4  # completions of a prompt; the large step's prompts, in multiples of one GPU's
 
 
 def sums_path(options: argparse.Namespace) -> Path:
@@ -73,8 +73,8 @@ def host_memory() -> Iterator[Json]:
 
 
 def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
-    """What three steps of so many prompts took on so many GPUs, with `--resume` perhaps in an earlier call; empty if
-    the run failed."""
+    """Measures three steps of `prompts` prompts on `gpus` GPUs; with `--resume` an earlier call's result is used. Empty
+    if the run failed."""
     child = f"{gpus}x{prompts}"
     if options.resume and (values := read_result(options, child)):
         return values

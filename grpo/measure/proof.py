@@ -69,7 +69,7 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
     body = parts["total"] - parts["embeddings"]
     log(f"{body:,} parameters besides the embeddings")
     recipe = replace(recipe, shape=shape)
-    shutil.rmtree(model_dir, ignore_errors=True)  # An earlier one, which was to be made again.
+    shutil.rmtree(model_dir, ignore_errors=True)  # An earlier model is to be made again.
     with checkpoint.new_directory(model_dir) as directory:
         stages, probe = write_warmed_up(directory, recipe, tokenizer, options.device, options.seed, log)
         loaded = load_model(str(directory), read_json(directory / "config.json"), "eager").to(options.device).eval()
@@ -83,8 +83,8 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
 def run_settings(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
     """The settings of train_grpo.py; those of --set win. An interrupted run continues unless its model changed."""
     out, overwrite = options.out, options.force or is_stale(options.out)
-    own = dict(options.set)
-    direct = parse_value("DIRECT_ANSWERS", own.get("DIRECT_ANSWERS", "0"))
+    overrides = dict(options.set)
+    direct = parse_value("DIRECT_ANSWERS", overrides.get("DIRECT_ANSWERS", "0"))
     return {
         "MODEL_ID": str(out / "model"),
         "DATA": str(out / "data" / "tes_train.csv"),
@@ -92,9 +92,9 @@ def run_settings(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
         "EVAL_PROFILE": str(out / "data" / "profile_heldout.csv"),
         "OUTPUT_DIR": str(out / "run"),
         **scale.settings,
-        **({"USE_VLLM": "auto"} if direct else {}),  # Nothing is generated.
+        **({"USE_VLLM": "auto"} if direct else {}),  # Direct answers generate nothing.
         **({"OVERWRITE": "1"} if overwrite else {}),
-        **own,
+        **overrides,
     }
 
 
@@ -120,7 +120,7 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
     shown = {name: value.replace(f"{options.out}/", "OUT/") for name, value in settings.items()}
     checkpoint.write_json(options.out / "train.json", {"command": command_line(shown), "seconds": round(seconds, 1)})
     log(f"train_grpo.py ended with exit code {code} after {seconds:.0f} s")
-    if code == 0 and scale.recipe.follow is not None:  # While the run's machine is here: `collect` may be elsewhere.
+    if code == 0 and scale.recipe.follow is not None:  # Measured on the run's machine: `collect` may run elsewhere.
         figures = chain_figures(Path(settings["OUTPUT_DIR"]), Path(settings["EVAL_DATA"]))
         checkpoint.write_json(options.out / "chains.json", figures)
     return code
@@ -141,11 +141,11 @@ def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:
         figures.append(figure(f"{key}_saved", mean, "kg/window", f"base minus trained, {note}"))
         for end, value in (("low", low), ("high", high)):
             figures.append(figure(f"{key}_saved_{end}", value, "kg/window", "95%, in pairs over windows"))
-    return figures, low > 0  # The last one is that of `priced_kg`.
+    return figures, low > 0  # The last `low` is that of `priced_kg`.
 
 
 def other_figures(out: Path) -> list[Figure]:
-    """Figures of the warm-up and of the run's own files, as far as they are there."""
+    """Figures of the warm-up and of the run's own files, where these exist."""
     values: record.Json = {"train_s": read_json(out / "train.json").get("seconds")}
     if warmup := read_json(out / "model" / "warmup.json"):
         stages = {**warmup["stages"], "loaded": warmup["loaded"]}
@@ -164,7 +164,7 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     run = options.out / "run"
     evaluation, plant = read_json(run / "evaluation.json"), read_json(run / "closed_loop.json")
     if not {"before", "after"} <= evaluation.keys():
-        raise ModelError(f"{run / 'evaluation.json'} has no result before and after: run --stage train first")
+        raise ModelError(f"{run / 'evaluation.json'} lacks results before and after training: run --stage train first")
     results = record.reward_figures(evaluation) + record.plant_figures(plant)
     gain = evaluation.get("difference", {}).get("reward_low", 0)
     verdicts = {"held-out reward": gain > 0, "closed loop": False}
@@ -172,11 +172,11 @@ def collect(options: argparse.Namespace, log: Log) -> int:
         saved, verdicts["closed loop"] = saved_figures(plant)
         results += saved
     else:
-        log(f"NOTE: {run / 'closed_loop.json'} holds no base and trained model: closed loop not collected")
+        log(f"NOTE: {run / 'closed_loop.json'} lacks the base or the trained model: the closed loop is not collected")
     command = f"python scripts/prove.py --scale {options.scale} --out OUT" + (" --reason" if options.reason else "")
     if ran := read_json(options.out / "train.json").get("command"):
         command += f", which ran: {ran}"
-    # The figures may be collected anywhere: machine and versions are those of the run.
+    # The figures may be collected elsewhere, but machine and versions are those of the run.
     facts, more = read_json(run / "settings.json").get("machine"), {}
     if facts:
         more = {"machine": record.machine_words(facts), "versions": read_json(run / "versions.json")}

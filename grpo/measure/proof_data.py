@@ -20,16 +20,16 @@ from grpo.tasks.tes.prompts import State
 
 @dataclass(frozen=True)
 class Scale:
-    """Everything that a proof is made from."""
+    """The model and the data that a proof starts from, and the settings of its run."""
 
-    recipe: Recipe  # of the model that GRPO starts from
-    train_windows: int  # of the rows for GRPO; short hours of more windows come on top
+    recipe: Recipe  # warm-up of the model that GRPO starts from
+    train_windows: int  # windows of the rows for GRPO, without those of the short hours
     heldout_windows: int
-    settings: Mapping[str, str]  # of train_grpo.py
+    settings: Mapping[str, str]  # settings of train_grpo.py
 
 
-# 43M weights besides the embeddings. hidden is a multiple of 256 and intermediate of 128, as vLLM's MXFP4 kernels like
-# them; head_dim is gpt-oss's.
+# It has 43M weights besides the embeddings. hidden is a multiple of 256 and intermediate of 128, which vLLM's MXFP4
+# kernels prefer; head_dim is gpt-oss's.
 MID = Shape(layers=8, hidden=512, intermediate=384, experts=8, experts_per_token=4, heads=8, kv_heads=2, head_dim=64)
 # Neighbours first; then, in the second sliding layer, an hour's own numbers and the same number an hour earlier (a line
 # of the forecast has 26 tokens).
@@ -37,7 +37,7 @@ MID_RECIPE = Recipe(
     MID, "full", windows=2400, probe_windows=60, seconds=300, steps=100_000, batch=64, lr=1e-3,
     distances=((1, 2, 3, 4, 5, 6, 7, 8), (1, 8, 6, 11, 17, 26, 20, 3), (), (0,)),
 )  # fmt: skip
-# PARITY=off: a model that is this even says the same fixed tokens with the check's adapter as without, and the check
+# PARITY=off: this model is so even that the check's adapter hardly changes the log-probs of fixed tokens, and the check
 # refuses what it cannot tell apart (0.0005 nats with, 0.0001 without, on an H200).
 MID_RUN = """REWARDS=regret EVAL_SAMPLES=8 EVAL_STEPS=125 SEED=1 USE_VLLM=1 PARITY=off PROMPTS_PER_STEP=32
     NUM_GENERATIONS=8 MAX_COMPLETION_LEN=24 TOTAL_STEPS=200 LEARNING_RATE=1.5e-3 LR_SCHEDULER=linear LORA_R=16
@@ -52,7 +52,7 @@ SCALES = {
     "cpu": Scale(replace(TINY_RECIPE, steps=1500), 60, 32, environment(CPU_RUN)),
     "small": Scale(replace(TINY_RECIPE, windows=20, probe_windows=4, steps=60), 10, 4, environment(SMALL_RUN)),
 }
-DATA_SEED = 20_000  # of days
+DATA_SEED = 20_000  # seed of the generated days
 # A chain has 29 tokens with o200k. The exact evaluation of small models knows answers without one alone.
 REASON_RUN = environment("MAX_COMPLETION_LEN=40 EVAL_EXACT=0")
 # A decision falls in the chain, as it does where a model reasons; the answer's token keeps a say. With 0.7, and

@@ -36,7 +36,7 @@ reward_before_greedy reward_after_greedy | reward | of the likeliest answer
 parse_rate_before best_action_rate_before parse_rate_after best_action_rate_after | share |
 reward_gain reward_low_gain reward_high_gain | reward | after minus before, paired by prompt
 """
-# Of each policy's figures.
+# Figure of a policy -> its unit.
 UNITS = {"co2_kg": "kg", "unserved_kwh": "kWh", "unserved_windows": "windows", "regret_percent": "%"}
 
 

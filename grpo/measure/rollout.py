@@ -54,7 +54,7 @@ parity_control_mean | nats | smallest with the trainer's adapter off
 base_changed | tensors | of the trainer's frozen weights, whose sum of bits is another after training
 lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose sum of bits is another after training
 """
-COLUMNS = ("step_s", "rollout_s", "learn_s", "wake_s", "handover_s", "sleep_s", "reward_s")  # of metrics.csv
+COLUMNS = ("step_s", "rollout_s", "learn_s", "wake_s", "handover_s", "sleep_s", "reward_s")  # columns of metrics.csv
 UNTOUCHED = ("base_changed", "lent_changed")  # These must be 0.
 
 
@@ -93,7 +93,7 @@ class RunWatch:
         self.startup_s = self.asleep_gib = 0.0
         self.lent: dict[str, Tensor] = {}
         self.sums: dict[str, int] = {}
-        self.tok_s: list[float] = []  # of each rollout's generation
+        self.tok_s: list[float] = []  # tokens per second of each rollout
         stack.enter_context(intercept(rollout_engine, "engine_arguments", self.engine_arguments))
         stack.enter_context(intercept(rollout_engine, "start_engine", self.start_engine))
         stack.enter_context(intercept(Engine, "rollout", self.rollout))
@@ -107,7 +107,7 @@ class RunWatch:
         before = free_gib()
         engine: Engine = start_engine(*arguments)
         self.asleep_gib = before - free_gib()
-        engine.stop_token_ids = []  # Every completion is as long as it may be.
+        engine.stop_token_ids = []  # Without them every completion is as long as it may be.
         if self.tokens:
             engine.settings = dataclasses.replace(engine.settings, MAX_COMPLETION_LEN=self.tokens)
         self.sum_weights(arguments[-1])
@@ -128,7 +128,7 @@ class RunWatch:
         """Learns as `learn` does, and notes the time of the first call and the batch of the last."""
         self.startup_s = self.startup_s or time.time() - self.born
         self.trainer, self.batch = trainer, batch
-        if not self.sums:  # There is no engine.
+        if not self.sums:  # Without an engine no sums were taken.
             self.sum_weights(model)
         return learn(trainer, model, batch, *arguments)
 
@@ -140,7 +140,7 @@ class RunWatch:
         values["rollout_tok_s"] = values["generate_tok_s"] = later.rollout_tokens_per_s.mean()
         values |= {"sync_share": steps.sync_share.iloc[-1], "startup_s": self.startup_s}
         values |= {"free": self.free_before, "micro_batch": run.plan.micro_batch}
-        if torch.cuda.is_available():  # The process's own memory alone: other programs' was in use before.
+        if torch.cuda.is_available():  # Memory that was in use before belongs to other programs.
             values["job_peak_gib"] = self.free_before - torch.cuda.mem_get_info()[1] / GIB + steps.gpu_peak_gib.max()
             values["plan_error"] = run.plan.peak / values["job_peak_gib"] - 1
         if run.parity:

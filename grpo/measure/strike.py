@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals at chosen moments of a program, whatever processes it has; for scripts/reliability.py, which makes every
-Python process of a case begin with `watch_files`."""
+"""Sends signals to a program at chosen moments of any of its processes. scripts/reliability.py makes every Python
+process of a case begin with `watch_files`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 CASE, MOMENT, FIRST = "CAMPAIGN_CASE", "CAMPAIGN_MOMENT", "CAMPAIGN_FIRST"  # Environment variables.
 OPERATIONS = "operations"  # The folder in a case's folder with a file for each role, and STRUCK.
-STRUCK = "struck"  # Made when the signal is sent.
+STRUCK = "struck"  # A file that is made when the signal is sent.
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink")
 
 
@@ -33,7 +33,7 @@ NO_SIGNAL = Moment()
 
 def send_signal(case: str, scope: str, number: int) -> int:
     """Sends a signal to processes of a case, to this one last; returns how many they are. Signal 0 only counts."""
-    import psutil  # Late, as every process of a case imports this module.
+    import psutil  # Imported here, as every process of a case imports this module.
 
     processes = psutil.process_iter(["environ"])
     pids = [process.pid for process in processes if (process.info["environ"] or {}).get(CASE) == case]
@@ -58,7 +58,7 @@ def watch_files() -> None:
     role = "torchrun" if words[0] == "-m" else scripts[0] + os.environ.get("RANK", "")
     if FIRST not in os.environ:
         os.environ[FIRST] = str(os.getpid())
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # The shell that started all this may ignore them.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # The campaign's shell may ignore both signals.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     record = os.open(f"{case}/{OPERATIONS}/{role}", os.O_CREAT | os.O_WRONLY)
 

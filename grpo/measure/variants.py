@@ -21,11 +21,11 @@ from grpo.measure.record import NOISE, Json, commit, environment, read_json
 from grpo.plan.machine import GIB
 from grpo.settings import parse_value
 
-Function = Callable[..., Any]  # a function of the project that is watched, with its own arguments
+Function = Callable[..., Any]  # a function of the project that a measurement watches, with its own arguments
 # The settings of all runs. INVALID_REWARD is set because the checks then only warn that noise pays for garbage.
 COMMON = f"""USE_VLLM=1 PROMPTS_PER_STEP=12 NUM_GENERATIONS=8 TOTAL_STEPS=3 SAVE_STEPS=9 EVAL_SAMPLES=0 OVERWRITE=1
     REWARDS=action,{NOISE} INVALID_REWARD=0"""
-# What goes with DIRECT_ANSWERS: nothing is generated, and the reward of every action is looked up.
+# Other settings with DIRECT_ANSWERS, where nothing is generated and the reward of every action is looked up.
 DIRECT = environment("USE_VLLM=auto REWARDS=action")
 
 

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, DynamicCache, GenerationConfig, Pre
 from grpo.model.attention import attention_of
 from grpo.settings import log
 
-ATTENTION = "decoding"  # its name in transformers
+ATTENTION = "decoding"  # The name of `decoding_attention` in transformers.
 
 
 def decoding_attention(
@@ -75,14 +75,14 @@ def decode(
 def shared_prefill(model: PreTrainedModel) -> Iterator[None]:
     """Inside the block, `model.generate` takes the steps of `decode`, which computes each prompt once however many
     completions it gets: a group of 8 costs an eighth of the prefill, in time and in memory."""
-    stock = cast(Any, model).generate  # its own annotations accept no class of transformers
+    stock = cast(Any, model).generate  # The method's own annotations accept no class of transformers.
 
     def generate(**options: Any) -> torch.Tensor:
         ids = stock(**options, custom_generate=decode)
-        torch.cuda.empty_cache()  # the memory of a graph serves nothing else until then
+        torch.cuda.empty_cache()  # Until then nothing else can use the memory of a graph.
         return ids
 
-    vars(model)["generate"] = generate  # PEFT's model finds it before the class's own
+    vars(model)["generate"] = generate  # PEFT's model finds this before the method of the class.
     try:
         yield
     finally:
@@ -97,19 +97,19 @@ class DecodingStep:
     few rows left a step takes hardly less time, as reading the experts' weights is most of it.
     """
 
-    graphs = True  # until a capture fails in this process
+    graphs = True  # A capture that fails sets it to False for this process.
 
     def __init__(self, model: PreTrainedModel, mask: Tensor, columns: int):
-        """`mask` (B, L) of the prompts, and the number of `columns` of prompts and completions without the last."""
+        """`mask` (B, L) is the prompts'; `columns` is the length of prompts and completions without the last token."""
         kinds, window, device = model.config.layer_types, model.config.sliding_window, mask.device
         columns = -(-columns // 8) * 8  # products want sizes that are multiples of 8
         sizes = {"full_attention": columns, "sliding_attention": min(window, columns)}
         self.model, self.sizes = model, [sizes[kind] for kind in kinds]
         self.slots = {kind: torch.arange(size, device=device) for kind, size in sizes.items()}
-        self.keys: list[Tensor] = []  # of each layer, (B, Hkv, its size, D)
+        self.keys: list[Tensor] = []  # One tensor for each layer, (B, Hkv, its size, D).
         self.values: list[Tensor] = []
         self.first = mask.shape[1] - mask.sum(1, keepdim=True)  # (B, 1): columns before it are padding
-        self.column = torch.tensor([mask.shape[1]], device=device)  # of the next token
+        self.column = torch.tensor([mask.shape[1]], device=device)  # The column of the next token.
         self.tokens = torch.zeros(len(mask), 1, dtype=torch.long, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits = torch.empty(0)  # output buffer of the graph
@@ -156,7 +156,7 @@ class DecodingStep:
         """Computes the logits (B, V) after `self.tokens`, which take the next column, without waiting for the GPU."""
         masks, dtype = {}, self.keys[0].dtype
         for kind, slots in self.slots.items():
-            column = self.column - (self.column - slots) % len(slots)  # in each slot; negative: none yet
+            column = self.column - (self.column - slots) % len(slots)  # The column in each slot; negative: none yet.
             mask = torch.zeros(len(self.first), len(slots), dtype=dtype, device=slots.device)
             masks[kind] = mask.masked_fill_(column < self.first, torch.finfo(dtype).min)[:, None, None]
         inputs = {"input_ids": self.tokens, "position_ids": self.column - self.first, "attention_mask": masks}
@@ -165,18 +165,18 @@ class DecodingStep:
         return out.logits[:, -1]
 
     def capture(self) -> None:
-        """Records `run` as a CUDA graph for as long as this object lives, which is a rollout, in which no weight
-        changes. If that fails, steps are launched kernel by kernel, as slowly as by transformers."""
+        """Records `run` as a CUDA graph for the lifetime of this object, a rollout, during which no weight changes.
+        If that fails, steps are launched kernel by kernel, as slowly as by transformers."""
         graph, column, debug = torch.cuda.CUDAGraph(), self.column.clone(), torch.cuda.get_sync_debug_mode()
         capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
-        side = capture.capture_stream  # always the same one: each has workspaces, which stay
+        side = capture.capture_stream  # Always the same stream, as each keeps workspaces.
         assert side is not None
         torch.cuda.empty_cache()  # the prefill's free blocks belong to another stream
         side.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(side):
                 # The first run compiles and loads kernels. The second raises where the host waits for the GPU: a
-                # capture that failed of it would leave torch's allocator broken.
+                # capture that failed for that would leave torch's allocator broken.
                 for mode in ("default", "error"):
                     torch.cuda.set_sync_debug_mode(mode)
                     self.run()

@@ -42,7 +42,7 @@ def choose_tokens(
     micro_batches = cut_micro_batches(list(map(tuple, prompts)), lengths, token_limit, share)
     with evaluating(base):
         for indices in with_progress("choosing answers", micro_batches, "micro-batch", len(micro_batches), 1, LINE_S):
-            # A token stands behind each prompt because packing asks for one: what it is changes nothing before it.
+            # Packing asks for a completion behind each prompt. Whichever token it is, it changes nothing before it.
             packed = pack_batch(
                 [prompts[i] for i in indices], [[0]] * len(indices), share, attention in KERNELS, base.device
             )
@@ -59,6 +59,6 @@ def choose_tokens(
 
 
 def completions_of(tokens: Tensor, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The completions, as token ids, that begin with `tokens` (N,): each is closed unasked."""
+    """The completions, as token ids, that begin with `tokens` (N,), each closed as a whole answer would be."""
     (closing,) = tokenizer(text=[ANSWER_AFTER], add_special_tokens=False)["input_ids"]
     return [[token, *closing] for token in tokens.tolist()]

@@ -59,7 +59,7 @@ def gpu_used_gib() -> float:
 
 
 def vllm_modules(experts: bool) -> list[str]:
-    """The modules that vLLM adapts, with `experts` those of every layer too. vLLM silently ignores an adapter's other
+    """The modules that vLLM adapts, with `experts` every layer's experts too. vLLM silently ignores an adapter's other
     modules; without a list it would give the router buffers and kernels as well."""
     return ["qkv_proj", "o_proj", "experts"] if experts else ["qkv_proj", "o_proj"]
 
@@ -70,7 +70,7 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
         "model": model_path,
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,  # token ids in, token ids out
-        "generation_config": "vllm",  # no sampling defaults and no stop tokens but those of each request
+        "generation_config": "vllm",  # sampling and stop tokens come with each request alone
         "enable_sleep_mode": True,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,
@@ -79,8 +79,8 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
         # kv_cache_memory_bytes replaces this share as the limit; vLLM still refuses to start unless it is free.
         "gpu_memory_utilization": max(0.01, min(0.9, plan.awake / gpu_total)),
         "logprobs_mode": "processed_logprobs",  # after temperature: what the importance correction compares
-        "enable_prefix_caching": True,  # the completions of a prompt share it
-        "enable_flashinfer_autotune": False,  # costs seconds of start-up for kernels that gpt-oss does not use
+        "enable_prefix_caching": True,  # the completions of a prompt share its cache
+        "enable_flashinfer_autotune": False,  # it would take seconds to tune kernels that gpt-oss does not use
         "enforce_eager": settings.VLLM_EAGER,
         "disable_log_stats": True,
         "seed": settings.SEED,
@@ -116,7 +116,7 @@ def start_engine(
         torch.cuda.empty_cache()
         advice = "`--check` prints the plan; VLLM_EAGER=1 compiles less, USE_VLLM=0 does without vLLM"
         with engine_faults("starting the engine", advice), vllm_environment():
-            from vllm import LLM, SamplingParams  # optional, and it reads its variables when it is imported
+            from vllm import LLM, SamplingParams  # vLLM is optional, and reads its variables when it is imported.
             from vllm.lora.request import LoRARequest
 
             patch_kernels()
@@ -148,7 +148,7 @@ class Engine:
         self.folder: Path | None = None
         self.syncs = 0
         self.request = None  # The LoRARequest of the adapter that vLLM holds, with ROLLOUT_SYNC=lora.
-        # The share of the adapter's update that vLLM's weights hold, and the error beyond it, of the last merge.
+        # Of the last merge: the share of the adapter's update that vLLM's weights hold, and its standard error.
         self.share: tuple[float, float] | None = None
         self.asleep = False
         self.pages: PagedWeights | None = None  # the learner's weights, on the GPU only while the engine sleeps
@@ -166,7 +166,7 @@ class Engine:
         """Lets `policy`, loaded without them, read the awake engine's experts, embeddings and head, which stay on the
         GPU from then on; with `whole` all of the engine's weights stay."""
         with engine_faults("lending the weights", "Set EXPERTS=paged"):
-            from grpo.rollout.sleep_backend import lend  # it imports vLLM
+            from grpo.rollout.sleep_backend import lend  # This module imports vLLM.
 
             (pointers,) = self.llm.apply_model(lambda model: share_weights(policy, model))
             lend(None if whole else pointers)
@@ -211,7 +211,7 @@ class Engine:
         with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC (experts need lora)"):
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
-                # Nobody else can read it, or foresee its name and put a link there.
+                # Nobody else can read this folder, or foresee its name and put a link there.
                 self.folder = self.folder or scratch_folder(Path(tempfile.gettempdir()))
                 write_adapter(policy, self.folder, s.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
@@ -220,7 +220,7 @@ class Engine:
                 # vLLM's worker is this process, so tensors pass by reference.
                 seed = s.SEED if seed is None else seed
                 (self.share,) = self.llm.apply_model(lambda model: sync(model, policy, seed, active))
-                self.llm.reset_prefix_cache()  # it was computed with other weights
+                self.llm.reset_prefix_cache()  # The cache was computed with other weights.
 
     def use_adapter(self, folder: Path | None) -> None:
         """Generates with an adapter that PEFT saved, or with none, until the engine sleeps; needs ROLLOUT_SYNC=lora."""
@@ -236,7 +236,7 @@ class Engine:
     ) -> Generated:
         """One completion for each row, in order; a prompt is repeated for each of its completions. Returns token ids,
         the stop token included, and the log-prob of each token after temperature: none at another `temperature` than
-        TEMPERATURE (0: greedy), as they would be another distribution's. `seed` is that of torch's generator, from
+        TEMPERATURE (0: greedy), as they would describe another distribution. `seed` is that of torch's generator, from
         which vLLM draws in this process: a generator for each request would cost a kernel per sequence and token."""
         s, is_rollout = self.settings, temperature is None
         parameters = self.sampling(

@@ -13,7 +13,7 @@ from grpo.model.load import copy_to_own_segment, paged_tensors
 def pinned(size: int) -> torch.Tensor:
     """(`size`,) bytes of pinned host memory: torch's own allocator takes the next power of two. Raises RuntimeError."""
     pages = -(-size // PAGESIZE) * PAGESIZE
-    buffer = torch.zeros(pages + PAGESIZE, dtype=torch.uint8)  # touched by all cores, then pinned
+    buffer = torch.zeros(pages + PAGESIZE, dtype=torch.uint8)  # All cores touch the pages before they are pinned.
     # Only whole pages can be pinned: below 32 MiB malloc lets two buffers share one.
     whole = buffer[-buffer.data_ptr() % PAGESIZE :][:pages]
     torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), pages, 0)))
@@ -21,8 +21,8 @@ def pinned(size: int) -> torch.Tensor:
 
 
 class PagedWeights:
-    """The frozen weights of `policy`, without which it cannot compute on a GPU. As they never change, they are copied
-    to the host once, and then only back."""
+    """The frozen weights of `policy`, which leave the GPU while vLLM is awake. As they never change, they are copied to
+    the host once, and from then on only back to the GPU."""
 
     def __init__(self, policy: torch.nn.Module) -> None:
         self.device = next(policy.parameters()).device

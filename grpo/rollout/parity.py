@@ -68,7 +68,7 @@ def check_mismatch(trainer: Any) -> None:
             with torch.no_grad():
                 for b in matrices:
                     b.neg_()
-        if s.ROLLOUT_SYNC != "lora":  # a native adapter has no weights to compare
+        if s.ROLLOUT_SYNC != "lora":  # With a native adapter there are no merged weights to compare.
             make_small(matrices, s.LEARNING_RATE, s.SEED)
             check.compare_share()
 
@@ -94,7 +94,7 @@ class MismatchCheck:
         self.engine.wake()
         self.engine.sync_weights(self.policy)
         scored = self.engine.score(self.fixed)
-        # Without nucleus sampling, whose renormalized log-probs the trainer does not have.
+        # Nucleus sampling is off, because the trainer does not have its renormalized log-probs.
         ids, sampled = self.engine.generate(self.prompts, s.SEED, PARITY_SAMPLED, top_p=1.0)
         self.engine.sleep()
         rows = [prompt + completion for prompt, completion in zip(self.prompts, ids, strict=True)]

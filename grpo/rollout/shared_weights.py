@@ -18,7 +18,7 @@ SCALES = {"name": "HOPPER_SCALE", "mx_axis": 1, "num_warps": 8}
 
 
 def share_weights(policy: torch.nn.Module, model: Any) -> list[int]:
-    """Lets `policy`, loaded without experts, embeddings and head, use those of vLLM's GptOss `model`, which never
+    """Lets `policy`, loaded without experts, embeddings and head, use the weights of vLLM's GptOss `model`, which never
     change. Returns the addresses of the tensors.
 
     Raises RuntimeError, and changes nothing, if vLLM keeps them as other tensors or in another layout than on a Hopper

@@ -17,7 +17,7 @@ from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from grpo.rollout.paged_weights import pinned
 
 KEEP_BYTES = 32 * 2**20  # larger allocations hold experts and embeddings, which never change
-LENT = "lent"  # tag of allocations that stay on the GPU asleep
+LENT = "lent"  # tag of allocations that stay on the GPU while vLLM sleeps
 
 
 def lend(pointers: Iterable[int] | None) -> None:
@@ -32,14 +32,14 @@ def lend(pointers: Iterable[int] | None) -> None:
 
 
 class KeepBackend(CuMemBackend):
-    """vLLM's own backend but for falling asleep; waking copies back whatever has a backup."""
+    """vLLM's own backend with another way to fall asleep; waking copies back the allocations that have a backup."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[int, torch.Tensor] = {}  # address on the GPU -> bytes in host memory
 
     def suspend(self, level: int = 1) -> None:
-        """Sleep as at level 1, whatever `level` says: the engine asks for no other."""
+        """Sleeps as at level 1, the only `level` that the engine asks for."""
         self._state = "SUSPENDED"
         for pointer, data in get_mem_allocator_instance().pointer_to_data.items():
             if data.tag == LENT:

@@ -16,7 +16,7 @@ import triton
 
 from grpo.settings import log
 
-# The level of logging is what TRL sets; below it vLLM warns of every kernel that a rollout compiles (vllm/envs.py).
+# TRL sets the same level of logging; below it vLLM warns of every kernel that a rollout compiles (vllm/envs.py).
 VLLM_SWITCHES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 # vLLM redirects these for its own compilation (vllm/compilation/); the trainer's kernels must not follow.
 COMPILER_VARIABLES = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -28,7 +28,7 @@ def vllm_environment() -> Iterator[None]:
     kept = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     for name, value in VLLM_SWITCHES.items():
         os.environ.setdefault(name, value)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in another process neither weights nor the seed would reach it
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # Weights and seed would not reach another process.
     # torch moves Triton's cache into its own, which vLLM keeps by settings, in a process that compiles but not in one
     # that loads compiled code: https://github.com/sgl-project/sglang-omni/issues/439
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
@@ -42,8 +42,8 @@ def vllm_environment() -> Iterator[None]:
 
 
 def patch_kernels() -> None:
-    """Repairs vLLM's copy of triton_kernels before the engine compiles any of it. A run on which that fails is slower,
-    and otherwise the same."""
+    """Repairs vLLM's copy of triton_kernels before the engine compiles any of it. Where a repair fails, the run is
+    slower and otherwise the same."""
     for patch in (compile_router_once, tune_decoding):
         try:
             from vllm.utils.import_utils import has_triton_kernels  # vLLM is optional

@@ -81,12 +81,12 @@ def sync(model: Module, policy: Module, seed: int, active: bool = True) -> tuple
     """Pushes W + scale * B @ A of every adapted layer into the weights of vLLM's `model`. Weights in BF16 are rounded
     at random, by `seed`: rounded to the nearest, most of a small update would be lost.
 
-    Returns the share of the update that these weights contain then, and the standard error that the rounding gives it;
+    Returns the share of the update that the weights then contain, and the standard error that the rounding gives it;
     None where the adapter is zero or not `active`. The base is only read: PEFT's merge_adapter works in place and
     drifts (https://github.com/huggingface/trl/issues/6688). Raises RuntimeError for a weight of another shape.
     """
     targets, sums, elements = {name: weight.data for name, weight in model.named_parameters()}, [], 0
-    # Sampling starts with the seed itself, and would draw the very same numbers.
+    # The rounding takes another seed than sampling, which would otherwise draw the very same numbers.
     generator = torch.Generator(next(iter(targets.values())).device).manual_seed(seed + 1)
     for name, layer in lora_layers(policy).items():
         (a, b), weight = factors(layer, active), layer.get_parameter("base_layer.weight").float()

@@ -43,7 +43,7 @@ tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
 
 def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer: str = ".") -> str:
     """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
-    `functions`: those that rewarded it, empty for one that scripts/sft.py trained; `note`: the card's first paragraph;
+    `functions`: its reward functions, empty for one that scripts/sft.py trained; `note`: the card's first paragraph;
     `tokenizer`: its folder, from the card's folder.
     """
     base, local = base_name(s)
@@ -83,17 +83,17 @@ To load it, from the folder of this file{path}:
 """
 
 
-PICKLES = (".pt", ".pth", ".bin", ".pkl")  # Who loads one, say an optimizer state, runs the code in it.
+PICKLES = (".pt", ".pth", ".bin", ".pkl")  # Loading a pickle, such as an optimizer state, runs the code in it.
 PATHS_IN = ("training.log", "adapter_config.json", "report.html")  # These files name paths of the machine.
 
 
 def without_paths(folder: Path, text: str) -> str:
-    """A text of the run in `folder` without where that, the project, Python and the user's files lie on this machine:
-    OUTPUT_DIR becomes its name, the project `.`, the home folder `~`."""
+    """A text of the run in `folder` without the paths of this machine: OUTPUT_DIR becomes its name, the project `.`,
+    Python's folder `python`, the home folder `~`."""
     home = os.path.expanduser("~")
     names = {str(folder): folder.name, str(ROOT): ".", sys.prefix: "python"} | ({} if home == "/" else {home: "~"})
-    known = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    return re.sub(rf"(?<![\w.~/-])(?:{known})(?!\w)", lambda match: names[match[0]], text)
+    paths = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.~/-])(?:{paths})(?!\w)", lambda match: names[match[0]], text)
 
 
 def write_zip(folder: Path) -> Path:

@@ -12,8 +12,8 @@ from grpo.run.durable import Record, file_sha256, read_sealed, sync, sync_files,
 from grpo.run.layout import ADAPTER, BEST, COMPLETE, MANIFEST, unused_path
 from grpo.settings_table import TASK_FILES
 
-# The column of metrics.csv that each value of BEST_BY chooses by, and how it reads in a sentence. A simulator's is the
-# first of its figures in task.json.
+# BEST_BY -> the column of metrics.csv that it chooses by, and the words for that in a sentence. A simulator's column is
+# the first of its figures in task.json.
 FIGURES, WORDS = {"reward": "heldout_reward"}, {"reward": "held-out reward of {:.3f}"}
 for task in filter(lambda task: "best_by" in task, TASK_FILES.values()):
     FIGURES[task["best_by"]], figure = next(iter(task["figures"].items()))
@@ -101,7 +101,7 @@ def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> 
         sync_files(new)  # A power cut after the old folder is gone must not find empty files in the new one.
         record["adapter_sha256"] = file_sha256(new / ADAPTER)
         write_sealed(new / "best.json", record)  # This comes last: with it the folder is whole.
-    except Exception:  # A full disk has no room for a part of it.
+    except Exception:  # A full disk needs the room that the unfinished folder takes.
         shutil.rmtree(new, ignore_errors=True)
         raise
     if best.exists():
@@ -124,7 +124,7 @@ def recover_best(folder: Path) -> None:
 
 
 def in_words(record: Record) -> str:
-    """A clause on which step best/ is of, and whether it beats the base model."""
+    """A clause that says from which step best/ comes, and whether it beats the base model."""
     value, base_value = (WORDS[record["by"]].format(record[name]) for name in ("value", "base_value"))
     step = f"step {record['step']} is the best of the evaluated ones, with a {value}"
     if record["better_than_base"]:

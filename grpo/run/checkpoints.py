@@ -34,13 +34,13 @@ def finish_checkpoint(checkpoint: Path, ends: Mapping[str, LogEnd]) -> None:
 
 def begins_with(log_file: Path, end: LogEnd) -> bool:
     """Whether a log still begins with the bytes that it held when a checkpoint was written."""
-    (left, expected), digest = end, hashlib.sha256()
-    if not log_file.is_file():  # A pipe would be waited for.
+    (remaining, expected), digest = end, hashlib.sha256()
+    if not log_file.is_file():  # Reading a pipe might never end.
         return False
     with log_file.open("rb") as file:
-        while block := file.read(min(left, 2**20)):
+        while block := file.read(min(remaining, 2**20)):
             digest.update(block)
-            left -= len(block)
+            remaining -= len(block)
     return digest.hexdigest() == expected
 
 

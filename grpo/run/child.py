@@ -15,7 +15,7 @@ from typing import IO
 
 from grpo.run.ending import SIGNALS
 
-PR_SET_PDEATHSIG = 1  # Of prctl(2).
+PR_SET_PDEATHSIG = 1  # The number of an option of prctl(2).
 _libc = ctypes.CDLL(None)
 _children: set[subprocess.Popen[bytes]] = set()
 _received: list[int] = []  # signals since `forwarding_signals` began
@@ -36,22 +36,22 @@ def forwarding_signals() -> Iterator[None]:
         for child in list(_children):
             child.send_signal(number)
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     _forwarding = True
-    for number, handler in before.items():
+    for number, handler in handlers.items():
         if handler != signal.SIG_IGN:  # `nohup` ignores SIGHUP, and its children ignore it as well.
             signal.signal(number, forward)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         _received.clear()
         _forwarding = False
 
 
 def _end_with_parent() -> None:
-    """In a child: asks Linux for a SIGTERM when this script is killed, so that no run goes on which nobody sees."""
+    """In a child: asks Linux for a SIGTERM when this script is killed, so that no run goes on unseen."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -69,8 +69,8 @@ def run_child(
     with forwarding_signals():
         if _received:
             raise SystemExit(128 + _received[0])
-        # In a process group of its own it receives the terminal's Ctrl-C once, from here: the second one would end it
-        # at once.
+        # The child has a process group of its own, so that the terminal's Ctrl-C reaches it once, forwarded from here:
+        # a second SIGINT would end it at once.
         child = subprocess.Popen(
             command,
             env=os.environ | environ,
@@ -80,7 +80,7 @@ def run_child(
             preexec_fn=_end_with_parent if hasattr(_libc, "prctl") else None,  # Only Linux has it.
         )
         _children.add(child)
-        for number in _received[:]:  # One that came while the child started was sent to nobody.
+        for number in _received[:]:  # A signal that came while the child started was not forwarded.
             child.send_signal(number)
         try:
             code = child.wait()

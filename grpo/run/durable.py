@@ -20,9 +20,9 @@ from typing import Any, get_args, get_origin
 from grpo.settings import Problems, log
 
 SEAL = "sha256"  # The key of a JSON record under which the checksum of all its other values stands.
-Record = dict[str, Any]  # A JSON object: json.loads knows no more about its values.
-# The types of the values that are used of each record, by its file's name. `read_json` refuses other ones; a value may
-# be missing.
+Record = dict[str, Any]  # A JSON object, whose values may be of any type.
+# File name -> the types of the values that are read from its record. `read_json` refuses other types; a value may be
+# missing.
 TYPES: dict[str, dict[str, Any]] = {
     "settings.json": {"settings": dict, "sources": dict, "choices": dict, "machine": dict, "data_sha256": str},
     "deleting.json": {"settings": dict, "choices": dict, "data_sha256": str},
@@ -36,7 +36,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "evaluation.json": {"before": dict, "before_greedy": dict, "after": dict, "difference": dict},
     "closed_loop.json": {"windows": list[dict], "totals": dict[str, dict]},
 }  # fmt: skip
-SCRATCH = "train_grpo-scratch-"  # Begins the names of folders that a process needs while it runs.
+SCRATCH = "train_grpo-scratch-"  # The names of scratch folders begin with this.
 LARGEST = 2**28  # bytes of a file that is read at once; the records of the longest runs have a few million
 
 
@@ -100,8 +100,8 @@ def check_writable(path: Path, problems: Problems) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Whether this process could lock a folder, for as long as the block lasts. The lock ends with its process, however
-    that ends."""
+    """Yields whether this process could lock a folder. The lock lasts as long as the block, and never longer than the
+    process, however that ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,8 +122,8 @@ def scratch_folder(parent: Path) -> Path:
                     if is_free:
                         shutil.rmtree(leftover, ignore_errors=True)
     unlocked = Path(tempfile.mkdtemp(prefix=f"new-{SCRATCH}", dir=parent))
-    with contextlib.suppress(OSError):  # A file system without locks; there nothing is taken for a leftover.
-        fcntl.flock(os.open(unlocked, os.O_RDONLY), fcntl.LOCK_EX)  # Until this process ends.
+    with contextlib.suppress(OSError):  # On a file system without locks nothing is taken for a leftover.
+        fcntl.flock(os.open(unlocked, os.O_RDONLY), fcntl.LOCK_EX)  # It lasts until this process ends.
     folder = unlocked.rename(unlocked.with_name(unlocked.name.removeprefix("new-")))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -195,8 +195,8 @@ def write_sealed(path: Path, record: Record) -> None:
 
 
 def read_sealed(path: Path) -> Record:
-    """A JSON object without its checksum. One that has none is accepted: who edits a record deletes that line. Raises
-    OSError where the file cannot be read, and ValueError where it does not say what was written."""
+    """A JSON object without its checksum. A record without one is accepted, so that users can edit it and delete that
+    line. Raises OSError where the file cannot be read, and ValueError where it is not what was written."""
     record = read_json(path)
     if record.get(SEAL) not in (None, sealed(record)[SEAL]):
         raise ValueError(f"{path.name} does not match its checksum")
@@ -216,7 +216,7 @@ def is_intact(path: Path) -> bool:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file. Raises OSError where it cannot be read, or is no regular file."""
+    """The SHA-256 of a file. Raises OSError where it cannot be read, or is not a regular file."""
     try:
         require_regular(path)
     except ValueError as error:

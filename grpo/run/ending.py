@@ -27,7 +27,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ignore_signals() -> None:
-    """For a run that is ending: no signal changes its last message and its exit code any more."""
+    """Ignores signals from here on, so that none changes the last message and the exit code of a run that is ending."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -50,9 +50,9 @@ class StopRequest:
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
-        """Handles a signal; raises KeyboardInterrupt(number) to end the run at once. These ask for nothing:
-        - torchrun's SIGTERM where another process has ended: the run is about to say which one.
-        - a second SIGHUP: shell and kernel both send one when a terminal is lost.
+        """Handles a signal; raises KeyboardInterrupt(number) to end the run at once. These are ignored:
+        - torchrun's SIGTERM after another process has ended: the run is about to say which one.
+        - a second SIGHUP, as shell and kernel both send one when a terminal is lost; a second SIGTERM in `again_s`.
         """
         same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + self.again_s
         if self.is_broken() or same_request:
@@ -103,9 +103,9 @@ def answer_failure(
 ) -> int:
     """Logs why the run in `folder` ended, and what to do next; returns the exit code. `write_archive` writes the run's
     zip; None on ranks other than 0."""
-    ignore_signals()  # One more may have come just before the caller ignored them.
+    ignore_signals()  # A signal may have come just before the caller ignored them.
     again, code, is_zipped = continuation(folder, vars(settings)), 1, False
-    torch = sys.modules.get("torch")  # This module does not import it: where nobody has, no GPU's memory ran out.
+    torch = sys.modules.get("torch")  # Where nobody has imported torch, no GPU ran out of memory.
     if isinstance(error, KeyboardInterrupt):
         log.warning("stopped at once; %s", again)
         code = 128 + (error.args[0] if error.args else signal.SIGINT)
@@ -134,7 +134,7 @@ def answer_failure(
 
 
 class LastMessageHandler(logging.Handler):
-    """Keeps the last message of this program's log. Critical ones outlast all that follow."""
+    """Keeps the last message of this program's log. Messages that are not critical do not replace a critical one."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -151,8 +151,8 @@ class LastMessageHandler(logging.Handler):
 
 
 def record_end(ranks: Ranks, folder: Path, settings: Settings, run: Callable[[], int]) -> int:
-    """The exit code of `run`, one of several processes that torchrun started. As torchrun tells neither, this also
-    writes the exit code and its reason into training.log and exit.json."""
+    """Calls `run` in one of several processes that torchrun started, and returns its exit code. As torchrun reports
+    neither, the exit code and its reason are written into training.log and exit.json."""
     last_message, code = LastMessageHandler(), 1
     log.addHandler(last_message)
     if ranks.rank:

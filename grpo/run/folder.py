@@ -29,7 +29,7 @@ class RunState:
     checkpoint: Path | None = None
     exists: bool = False
     choices: Record = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # What is damaged, and what the run does about it.
+    notes: tuple[str, ...] = ()  # Each says what is damaged, and what the run does about it.
 
 
 def mark_complete(folder: Path, steps: int) -> None:
@@ -46,7 +46,7 @@ def complete_steps(folder: Path) -> int:
 
 
 def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> RunState:
-    """What is in OUTPUT_DIR, with a problem wherever this run must not go on there."""
+    """The state of the run in OUTPUT_DIR. Adds a problem wherever this run must not go on there."""
     folder, where = layout.run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"
     if not layout.check_output_dir(settings, problems):
         return RunState(folder)
@@ -99,7 +99,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
 def unresumable_adapter(folder: Path, faults: Mapping[Path, str]) -> str | None:
     """The adapter that training from step 0 would replace; None where there is none. An unpacked zip has one, and so
     does a run whose checkpoints were deleted. `faults` are those of its checkpoints."""
-    if (folder / ADAPTER).is_file():  # No run leaves it without a checkpoint.
+    if (folder / ADAPTER).is_file():  # A run that leaves this file also leaves a checkpoint.
         return "a trained adapter"
     written = [path.name for path, fault in faults.items() if fault != CUT_OFF and (path / ADAPTER).is_file()]
     return f"the adapter of {written[0]}" if written else None
@@ -133,7 +133,7 @@ def check_logs(folder: Path, step: int, checkpoint: Path, where: str, problems: 
 
 def check_resume(settings: Settings, folder: Path, step: int, before: Record, problems: Problems) -> None:
     """Adds problems where the run in `folder`, which has come to `step` with the settings `before`, must not go on with
-    these settings. A setting that this version no longer has hinders nothing."""
+    these settings. A setting that this version no longer has is ignored."""
     where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {OTHER}"
     length = "TOTAL_STEPS" if settings.NUM_TRAIN_EPOCHS is None else "NUM_TRAIN_EPOCHS"
     if step > settings.TOTAL_STEPS:
@@ -157,10 +157,10 @@ def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Record]
     if run.exists and settings.OVERWRITE:
         layout.delete_run(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (COMPLETE, EXIT):  # TOTAL_STEPS may have been raised.
+    for name in (COMPLETE, EXIT):  # A complete run goes on where TOTAL_STEPS was raised.
         (folder / name).unlink(missing_ok=True)
     for step, path in checkpoints(folder):
-        if step > run.step:  # It is cut off, damaged, or without its logs.
+        if step > run.step:  # This checkpoint is cut off, damaged, or without its logs.
             retire_checkpoint(path)
     cut_logs(folder, run.checkpoint)
     for name, record in records.items():

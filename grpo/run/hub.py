@@ -50,12 +50,12 @@ def check_account(repo: str, dry: bool = False) -> None:
     """Checks, before anything takes time, that the Hub takes the name and, unless `dry`, that it knows the token.
     Raises InputError."""
     try:
-        from huggingface_hub import HfApi  # Late: a card does without it.
+        from huggingface_hub import HfApi  # Imported here, as a card does not need it.
         from huggingface_hub.utils import validate_repo_id
 
         validate_repo_id(repo)
         if "/" not in repo:
-            raise ValueError("that is no name of a repository")
+            raise ValueError("that is not the name of a repository")
         if not dry:
             HfApi().whoami()
     except Exception as error:  # huggingface_hub raises many types: no token, no network, a refusal.

@@ -31,7 +31,7 @@ LOGS = ("metrics.csv", "completions.csv")
 # has the second one.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
 OTHER = "choose another OUTPUT_DIR"
-# The names of all that a run writes, which is what OVERWRITE=1 deletes.
+# The names of all files and folders that a run writes. OVERWRITE=1 deletes them.
 OF_A_RUN = re.compile(
     r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-\w+|best)(\.\d+)?|best(\.old|\.tmp)?|adapter\.tmp"
     r"|report|runs|((metrics|completions)\.csv|report\.html|training\.log|README\.md"
@@ -77,9 +77,9 @@ class RunLock:
     created: list[Path]
 
     def release(self, remove: bool = False) -> None:
-        """Lets others write to OUTPUT_DIR. `remove` deletes what was created for the lock: a start was refused."""
+        """Lets others write to OUTPUT_DIR. `remove` deletes files and folders made for it: a start was refused."""
         for path in self.created if remove else ():
-            with contextlib.suppress(OSError):  # It was never created, or holds other people's files by now.
+            with contextlib.suppress(OSError):  # It may not exist, or hold other people's files by now.
                 path.rmdir() if path.is_dir() else path.unlink()
         self.file.release()
 
@@ -87,7 +87,7 @@ class RunLock:
 def lock_run(folder: Path) -> RunLock | None:
     """Locks OUTPUT_DIR until this process ends; returns None where another process holds the lock. Raises OSError where
     the lock cannot be created: filelock follows no link."""
-    from filelock import FileLock, Timeout  # Late, so that the preflight can say which packages are missing.
+    from filelock import FileLock, Timeout  # Imported here, so that the preflight can report it missing.
 
     path = lock_path(folder)
     created = [parent for parent in (path, *path.parents) if not os.path.lexists(parent)]
@@ -138,10 +138,10 @@ def lock_output_dir(environ: Mapping[str, str]) -> tuple[RunLock | None, str | N
 
 
 def delete_run(folder: Path) -> None:
-    """Deletes the run in `folder` and its zip. The folder itself stays, because it may be a mount point, and so does
-    what no run wrote. Until `prepare_run` has written a new run's settings the folder holds DELETING, which tells
+    """Deletes the run in `folder` and its zip. The folder itself stays, because it may be a mount point, and so do
+    files that no run wrote. Until `prepare_run` has written a new run's settings the folder holds DELETING, which tells
     `inspect_run` after a kill that the deletion had begun."""
-    with contextlib.suppress(FileNotFoundError):  # An earlier deletion was killed after the renaming.
+    with contextlib.suppress(FileNotFoundError):  # An earlier deletion may have been killed after the renaming.
         os.replace(folder / SETTINGS, folder / DELETING)
     zip_path(folder).unlink(missing_ok=True)
     for path in folder.iterdir():
@@ -149,12 +149,12 @@ def delete_run(folder: Path) -> None:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-TORCH_WRITE_ERRORS = ("inline_container", "iostream error")  # Of its zip writer, and of the stream below it.
+TORCH_WRITE_ERRORS = ("inline_container", "iostream error")  # Words of its zip writer and of the stream below that.
 
 
 def is_full_disk(error: BaseException, folder: Path) -> bool:
     """Whether an exception or its cause says that a disk, or a quota, is full of bytes or of files. safetensors and
-    torch.save raise no OSError, and torch says the same of every failed write: then the disk of `folder` is asked."""
+    torch.save raise no OSError, and torch's words fit every failed write: then the disk of `folder` is looked at."""
     cause: BaseException | None = error
     while cause is not None:
         number, text = getattr(cause, "errno", None), str(cause)

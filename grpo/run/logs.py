@@ -27,22 +27,21 @@ from grpo.settings_table import TASK_FIGURES
 from rewards import best_action
 
 COLUMNS = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
-METRICS: dict[
-    str, list[str]
-] = {}  # Unit and meaning of each column, in order; those of the tasks' simulators included.
+# Unit and meaning of each column, in order. The columns of the tasks' simulators come after heldout_reward.
+METRICS: dict[str, list[str]] = {}
 for name, facts in COLUMNS["metrics.csv"].items():
     METRICS[name] = facts
     if name == "heldout_reward":
         METRICS |= {figure: [spec["unit"], spec["meaning"]] for figure, spec in TASK_FIGURES.items()}
 COMPLETIONS: dict[str, list[str]] = COLUMNS["completions.csv"]
 EVALUATED = ("heldout_reward", *TASK_FIGURES)  # These are empty in most steps.
-GENERATED = ("parse_rate", "clipped_ratio", "tokens_mean", "tokens_max")  # These are of generated completions.
+GENERATED = ("parse_rate", "clipped_ratio", "tokens_mean", "tokens_max")  # These are empty with DIRECT_ANSWERS.
 PROMPT = "prompt"  # The column of completions.csv that LOG_PROMPTS=1 adds: the rendered prompt.
 Cell = str | float | None  # An int is a float to a type checker.
 
 
 def function_column(name: str) -> str:
-    """The column of a reward function in both files, by its name in the logs."""
+    """The column of a reward function in both logs, by the function's name."""
     return f"reward/{name}"
 
 
@@ -68,8 +67,8 @@ class CsvLog:
             raise ValueError(f"{columns}: finish the run with the version that began it")
 
     def write(self, rows: Iterable[Mapping[str, Cell]]) -> None:
-        """Appends rows. Those with a carriage return are quoted whole: Python's writer leaves a lone one unquoted, and
-        the row would read back as two."""
+        """Appends rows. Those with a carriage return are quoted whole, because Python's writer does not quote a cell
+        for that alone, and the row would read back as two."""
         text = io.StringIO(newline="")
         plain = csv.writer(text, lineterminator="\n")
         quoted = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
@@ -152,23 +151,23 @@ class Pace:
             self.add(row)
 
     def add(self, row: Mapping[str, Cell]) -> None:
-        """Adds the times of a row, text or numbers; an empty cell, None and what is not finite do not count."""
+        """Adds the times of a row, text or numbers; empty cells, None, and numbers that are not finite do not count."""
         for column, seconds in (("step_s", self.step_s), ("eval_s", self.eval_s)):
             with contextlib.suppress(ValueError):
                 if math.isfinite(value := float(row.get(column) or "nan")):
                     seconds.append(value)
 
     def seconds_left(self, step: int) -> float:
-        """Seconds from the end of `step` to that of the last evaluation: steps at the median of the last RECENT,
-        evaluations like the last one (none while none is known). NaN before LEAST steps."""
+        """Seconds from the end of `step` to the end of the last evaluation. Each step counts as the median of the last
+        RECENT, each evaluation as the last one did (0 before the first). NaN before LEAST steps."""
         if len(self.step_s) < LEAST:
             return math.nan
-        evaluations = 1  # The one after training.
+        evaluations = 1  # One comes after training.
         if self.eval_steps:
             evaluations += (self.total - 1) // self.eval_steps - step // self.eval_steps
         return (self.total - step) * median(self.step_s[-RECENT:]) + evaluations * sum(self.eval_s[-1:])
 
-    def left(self, step: int) -> str:
+    def time_left(self, step: int) -> str:
         """`about 1 h 40 min left`; empty where it is not known."""
         if math.isnan(seconds := self.seconds_left(step)):
             return ""
@@ -200,7 +199,7 @@ class RunLog:
         self.metrics = CsvLog(metrics, [*METRICS, *self.function_columns])
         self.completions = CsvLog(completions, [*COMPLETIONS, *prompt_column, *self.function_columns])
         self.total_steps = total_steps
-        self.rates: dict[str, float | None] = {}  # Of the last completions, with the mean of each function.
+        self.rates: dict[str, float | None] = {}  # Column -> figure of the last completions.
         with metrics.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.pace = Pace(total_steps, eval_steps, rows)
@@ -239,15 +238,15 @@ class RunLog:
         if self.direct:
             self.rates |= dict.fromkeys(GENERATED)
         for name, values in zip(self.function_columns, zip(*scores, strict=True), strict=True):
-            kept = [value for value in values if not math.isnan(value)]
-            self.rates[name] = fmean(kept) if kept else math.nan
+            numbers = [value for value in values if not math.isnan(value)]
+            self.rates[name] = fmean(numbers) if numbers else math.nan
 
     def sync(self) -> dict[str, tuple[int, str]]:
         """Waits until both CSVs are on the disk; returns their ends by name, for `finish_checkpoint`."""
         return dict(zip(LOGS, (self.metrics.sync(), self.completions.sync()), strict=True))
 
     def write_step(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """Writes a step's row: `figures` by column of METRICS; those of its completions are known already."""
+        """Writes a step's row: `figures` by column of METRICS. `write_completions` has computed the others."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         row: dict[str, Cell] = {"step": step, "time": now, **self.rates, **figures}
         row |= {name: f"{value:.6g}" for name, value in row.items() if isinstance(value, float)}
@@ -258,10 +257,10 @@ class RunLog:
         line = f"step {step}/{self.total_steps}: reward {row['reward'] or 'nan'}"
         if not self.direct:
             line += f", parse rate {parse_rate:.2f}, clipped {clipped:.2f}, {tokens:.0f} tokens"
-        first = "choose" if self.direct else "rollout"
-        line += f", {step_s:.1f} s ({first} {rollout_s:.1f}, learn {learn_s:.1f})"
-        if step < self.total_steps and (left := self.pace.left(step)):
-            line += f"; {left}"
+        generation = "choose" if self.direct else "rollout"
+        line += f", {step_s:.1f} s ({generation} {rollout_s:.1f}, learn {learn_s:.1f})"
+        if step < self.total_steps and (time_left := self.pace.time_left(step)):
+            line += f"; {time_left}"
         log.info("%s", line)
         for name, values in self.history.items():
             values.append(float(row[name] or "nan"))
@@ -274,7 +273,7 @@ class RunLog:
 
 
 def is_unread(descriptor: int) -> bool:
-    """Whether nobody can read any more what is written there."""
+    """Whether what is written to this descriptor has no reader any more."""
     poll = select.poll()
     poll.register(descriptor, 0)  # Errors and hang-ups are always reported.
     return bool(poll.poll(0))
@@ -307,7 +306,7 @@ def start_logging(folder: Path) -> None:
     for handler in (terminal, file):
         handler.setFormatter(formatter)
         root.addHandler(handler)
-    logging.raiseExceptions = False  # On a full disk what is written for the run itself fails, and says so once.
+    logging.raiseExceptions = False  # On a full disk the run's own writes fail, and report it once.
     log.setLevel(logging.INFO)
     logging.captureWarnings(True)
     # Every run aligns the model's special tokens with the tokenizer's.

@@ -30,17 +30,17 @@ class RankLost(RuntimeError):
 
 @dataclass
 class Ranks:
-    """The processes of a run, each with a GPU; rank 0 writes and decides. This class is that of a process that runs
-    alone, and imports no torch; grpo/learn/groups.py has the one for several processes."""
+    """The processes of a run, each with a GPU; rank 0 writes and decides. This class serves a process that runs alone,
+    and does not import torch; grpo/learn/groups.py has the class for several processes."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    address: str = ""  # of the launcher's store, a table of keys and values that all processes share
+    address: str = ""  # Host of the launcher's store, a table of keys and values that all processes share.
     port: int = 0
-    run_id: str = ""  # differs for every start by the launcher, restarts included
-    launched: bool = False  # by torchrun or a similar program, whose own exit code is the same for every failure
+    run_id: str = ""  # Differs for every start by the launcher, restarts included.
+    launched: bool = False  # True under torchrun and the like, whose own exit code is the same for every failure.
     # Called before this process is killed because it did not notice in time that another rank had died.
     on_lost: Callable[[RankLost], None] = lambda lost: None
 
@@ -57,7 +57,7 @@ class Ranks:
             raise ValueError(f"{numbers}: a rank is a number from 0 to one below the number of processes")
         if size > 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             raise ValueError(
-                f"WORLD_SIZE={size}, but not by torchrun or `accelerate launch`: start it with one of them"
+                f"WORLD_SIZE={size} was not set by torchrun or `accelerate launch`: start the run with one of them"
             )
         run_id = environ.get("TORCHELASTIC_RUN_ID", "") + "/" + environ.get("TORCHELASTIC_RESTART_COUNT", "")
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
@@ -69,8 +69,8 @@ class Ranks:
             environ["CUDA_VISIBLE_DEVICES"] = cards[local_rank].strip() if local_rank < len(cards) else ""
         if local_size > 1:  # vLLM's engines start at the same time, and share neither ports nor compiled code.
             user_port = environ.get("VLLM_PORT", "")  # A service called `vllm` makes Kubernetes set it to a URL.
-            first = int(user_port) if user_port.isdigit() else port + 1 if port < 60_000 else port - 5_000
-            environ["VLLM_PORT"] = str(first + 100 * local_rank)
+            first_port = int(user_port) if user_port.isdigit() else port + 1 if port < 60_000 else port - 5_000
+            environ["VLLM_PORT"] = str(first_port + 100 * local_rank)
             root = environ.get("VLLM_CACHE_ROOT") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
             environ["VLLM_CACHE_ROOT"] = os.path.join(root, f"rank-{local_rank}") if local_rank else root
         if 1 < size == local_size:  # On one machine, nobody else needs to reach what gloo and NCCL listen on.
@@ -83,17 +83,17 @@ class Ranks:
         return cls(rank, size, local_rank, local_size, address, port, run_id, launched=True)
 
     def share_out(self, count: int, group: int = 1) -> range:
-        """This process's part of `count` rows, in whole groups where `group` divides them. The first ranks get the
-        rest."""
+        """This process's part of `count` rows, in whole groups where `group` divides them. Where the ranks cannot get
+        equal parts, the first ones get more."""
         group = group if count % group == 0 else 1
         groups = count // group
         start, stop = (groups // self.size * n + min(n, groups % self.size) for n in (self.rank, self.rank + 1))
         return range(start * group, stop * group)
 
-    # Every process calls the same of these in the same order; with several processes they raise RankLost.
+    # All processes must call these methods in the same order. With several processes the methods raise RankLost.
 
     def share(self, value: Any) -> list[Any]:
-        """Every rank's value, which JSON must know, on all of them in the order of the ranks."""
+        """The values of all ranks in order, on every rank. JSON must be able to hold them."""
         return [value]
 
     def share_rows(self, rows: list[Any]) -> list[Any]:
@@ -101,21 +101,21 @@ class Ranks:
         return [row for rank_rows in self.share(rows) for row in rank_rows]
 
     def broadcast(self, value: Any = None) -> Any:
-        """Rank 0's value, which JSON must know; those of the others do not matter."""
+        """Rank 0's value, on every rank. JSON must be able to hold it; the other ranks' values are ignored."""
         return value
 
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
-        """Rank 0's bytes; those of the others do not matter."""
+        """Rank 0's bytes, on every rank; the other ranks' bytes are ignored."""
         return data
 
     def broadcast_tensor(self, tensor: Any) -> None:
-        """Fills a torch.Tensor on the CPU with rank 0's."""
+        """Copies rank 0's values into a torch.Tensor on the CPU."""
 
     def sum_tensor(self, tensor: Any) -> None:
-        """Fills a torch.Tensor with the sum of those of all ranks: the same bits on each of them."""
+        """Replaces a torch.Tensor by its sum over all ranks, the same bits on every rank."""
 
     def is_broken(self) -> bool:
-        """Whether another process is gone: then a SIGTERM is torchrun's, which ends all when one has ended."""
+        """Whether another process is gone: then a SIGTERM is torchrun's, which ends all processes after the first."""
         return False
 
     def disconnect(self, code: int, message: str = "") -> None:

@@ -19,9 +19,9 @@ from grpo.verl.score import has_channels
 def prompt_and_answer(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], answer: str, options: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """(A rendered prompt, the text that the model is to write behind it). Raises ValueError where there is none."""
+    """(A rendered prompt, the text that the model is to write behind it). Raises ValueError without such a text."""
     prompt = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
-    if has_channels(tokenizer):  # `answer` is written in channels already
+    if has_channels(tokenizer):  # `answer` already has the form that the model writes.
         return prompt, answer
     talk = [*messages, {"role": "assistant", "content": rewards.final_channel(answer)}]
     text = tokenizer.apply_chat_template(talk, tokenize=False, **options)
@@ -37,7 +37,7 @@ class Answers(list[dict[str, torch.Tensor]]):
         rows = [row for row in parquet.read_table(parquet_files).to_pylist() if row["answer"]]
         if len(rows) < config["train_batch_size"]:
             size = f"data.train_batch_size is {config['train_batch_size']}"
-            raise ValueError(f"{len(rows)} rows have an `answer` or an action better than others, and {size}")
+            raise ValueError(f"only {len(rows)} rows have an `answer` or a best action, and {size}")
         for row in rows:
             texts = prompt_and_answer(tokenizer, row["prompt"], row["answer"], config["apply_chat_template_kwargs"])
             prompt, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)

@@ -12,7 +12,7 @@ from typing import Any
 import verl.utils.import_utils
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-# Before verl's other modules import the name from there.
+# This must come before verl's other modules import the name from there.
 verl.utils.import_utils.is_trl_available = lambda: False
 
 import verl.utils.model  # noqa: E402

@@ -19,7 +19,7 @@ class RewardManager(RewardManagerBase):
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **_: Any):
         super().__init__(config, tokenizer, compute_score)
-        # vLLM stops at more tokens, those of generation_config.json: a completion below the limit has always ended.
+        # vLLM also stops at the tokens of generation_config.json, so a completion below the limit has always ended.
         self.stops = {tokenizer.eos_token_id, tokenizer.pad_token_id}
         self.limit = config.data.max_response_length
         self.harmony = has_channels(tokenizer)

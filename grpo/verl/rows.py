@@ -74,8 +74,8 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
 def to_records(split: str, rows: Iterable[Row], columns: Mapping[str, None]) -> list[dict[str, Any]]:
     """Rows as verl's data sets hold them, with `answer` for SFT. A row gets None in each of `columns` that it lacks.
 
-    `extra_info` holds the whole row as JSON: a column of Parquet has one type, a user's cells need not, and reward
-    functions get what they get from train_grpo.py.
+    `extra_info` holds the whole row as JSON, because a Parquet column has one type and a user's cells may have several:
+    so reward functions get the same values as from train_grpo.py.
     """
     records: list[dict[str, Any]] = []
     for index, row in enumerate(rows):

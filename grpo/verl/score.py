@@ -31,7 +31,7 @@ def has_channels(tokenizer: Any) -> bool:
 def load_spec(path: str) -> tuple[dict[str, float], list[Reward]]:
     """Weights by name, and the reward functions, of the rewards.json that `write_data` wrote."""
     spec = read_json(Path(path))
-    os.chdir(spec["folder"])  # Ray's workers may be elsewhere, and a user's module lies there
+    os.chdir(spec["folder"])  # Ray's workers may start elsewhere, but a user's module lies here.
     settings = Settings(INVALID_REWARD=spec["INVALID_REWARD"])
     return dict(spec["rewards"]), load_rewards(spec["rewards"], settings)
 

@@ -147,7 +147,7 @@ def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
     assert "no GPU is visible, and openai/gpt-oss-20b needs one" in text
     resolved = tiny_run(STEPS=5, DEBUG=1)
     assert not resolved.problems
-    assert banner.banner(resolved).count("STEPS is set and is no setting: set TOTAL_STEPS=5") == 1
+    assert banner.banner(resolved).count("STEPS is set but is not a setting: set TOTAL_STEPS=5") == 1
 
 
 STEPS = [  # NUM_TRAIN_EPOCHS, rows, PROMPTS_PER_STEP and the steps; 1.1 x 70 is more than 77 in floating point.

@@ -53,7 +53,7 @@ def test_without_a_launcher_a_process_is_alone(missing):
         ({"RANK": "-1"}, "RANK=-1, "),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2, LOCAL_WORLD_SIZE=2"),
         ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3"),
-        ({"TORCHELASTIC_USE_AGENT_STORE": ""}, "WORLD_SIZE=2, but not by torchrun or `accelerate launch`"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": ""}, "WORLD_SIZE=2 was not set by torchrun or `accelerate launch`"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused(wrong, problem):

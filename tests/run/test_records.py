@@ -139,7 +139,7 @@ def test_odd_names_and_numbers_do_no_harm(tmp_path):
     rows = [metrics_row(step) | {"step_s": "1e999"} for step in (1, 2, 3)]
     folder = write_run(tmp_path / "run", rows)
     pace = Pace(10, 0, rows)
-    assert pace.left(3) == "" and not pace.step_s
+    assert pace.time_left(3) == "" and not pace.step_s
     (folder / "checkpoint-²").mkdir()
     assert not checkpoints(folder)
     (folder / "checkpoint-²").rmdir()
