@@ -13,8 +13,8 @@ from pathlib import Path
 from grpo.data.files import Row, find_files, read_rows
 from grpo.data.prompts import open_answer, render
 from grpo.settings import Problems, Settings
-from grpo.tasks.figure_text import aligned, judged, part, spread
 from grpo.tasks.figure_text import number as finite
+from grpo.tasks.figure_text import part, spread, table_lines, verdict_of
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.closed_loop import DECISIONS, PLANT
@@ -174,7 +174,7 @@ class ClosedLoop(Simulator):
     def table(self, record: Record) -> str:
         how = "exact" if record["exact"] else f"{record['samples']} passes"
         lines = [f"Closed loop, {len(record['windows'])} windows of three days, {how}"]
-        lines += aligned([HEADER, *policy_rows(record)])
+        lines += table_lines([HEADER, *policy_rows(record)])
         if "difference" in record:
             change = spread(record["difference"], "regret_percent", "+.1f", "95% interval ")
             lines.append(f"  trained against base: regret {change} points")
@@ -186,7 +186,7 @@ class ClosedLoop(Simulator):
         verdict, base, trained = "", part(record, "totals", "base"), part(record, "totals", "trained")
         if base and trained:
             change = part(record, "difference")
-            better = judged(-finite(change.get("regret_percent_high")), -finite(change.get("regret_percent_low")))
+            better = verdict_of(-finite(change.get("regret_percent_high")), -finite(change.get("regret_percent_low")))
             regret, unserved = (
                 [finite(total.get(name)) for total in (base, trained)] for name in ("regret_percent", "unserved_kwh")
             )
