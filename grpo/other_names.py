@@ -57,9 +57,9 @@ INSTEAD = {
     "set MAX_PROMPT_LEN and MAX_COMPLETION_LEN, of which it is the sum in tokens":
         "MAX_SEQ_LENGTH MAX_SEQ_LEN MAX_LENGTH MAX_MODEL_LEN SEQUENCE_LEN CUTOFF_LEN VLLM_MAX_MODEL_LENGTH",
     "set WARMUP_STEPS to {} x TOTAL_STEPS": "WARMUP_RATIO LR_WARMUP_STEPS_RATIO",
-    "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 (the default) for none":
+    "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 for none":
         "QUANTIZATION LOAD_IN_4BIT LOAD_IN_8BIT",
-    "set EXPERTS=bf16, the default": "FULL_PRECISION",
+    "set EXPERTS=bf16": "FULL_PRECISION",
     "set ATTN_IMPL=auto, the default": "FLASH_ATTENTION",
     "leave it out: the same command continues from the last checkpoint in OUTPUT_DIR":
         "RESUME_FROM_CHECKPOINT RESUME_FROM RESUME_MODE",

@@ -49,10 +49,11 @@ class Settings:
     ATTN_IMPL: str = setting("Model", "auto", resume=True, text=
         "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, "
         "`flash_attention_3`, `eager`, or a Hub kernel (`kernels-community/...`).")
-    EXPERTS: str | None = setting("Model", "bf16", choices=("bf16", "mxfp4", "shared", "paged"), resume=True, text=
+    EXPERTS: str | None = setting("Model", None, choices=("bf16", "mxfp4", "shared", "paged"), resume=True, text=
         "How the learner holds the experts: `bf16` dequantized once; `mxfp4` quantized, in a third of the memory, each "
         "layer dequantized when it is needed; `shared` likewise, in vLLM's own copy (Hopper cards); `paged` as mxfp4, "
-        "in host memory while vLLM is awake; `auto`: the first of shared, bf16, mxfp4 and paged that fits.")
+        "in host memory while vLLM is awake; `auto`: beside vLLM the first of shared, bf16 and paged that fits, else "
+        "mxfp4.")
     LORA_R: int = setting("Model", 4, "rank", tiny=8, low=1, text="Rank of the LoRA adapter.")
     LORA_ALPHA: float = setting("Model", 8.0, tiny=16.0, above=0, high=10_000, text=
         "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.")

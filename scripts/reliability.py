@@ -47,8 +47,9 @@ INTERRUPTED_IMPORT = r"<frozen importlib|in <module>\n +(?:from|import) |torch/d
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PARTS = ("kills", "signals")
 OUTPUT, TEMPORARY = "output.txt", "tmp"  # In a case's folder; the last one is its TMPDIR.
-OF_OTHERS = r"torchelastic_.*|[a-z0-9_]{8}"  # In TMPDIR: of torchrun, always, and of Python's tempfile when it begins.
-LATE_S = {"kills": 120.0, "signals": 5.0}  # In which all processes of a case end after its first one has.
+# In TMPDIR: of torchrun, always; of Python's tempfile when it begins; and of killed libraries, such as Triton.
+OF_OTHERS = r"torchelastic_.*|(?:tmp)?[a-z0-9_]{8}"
+LATE_S = {"kills": 120.0, "signals": 40.0}  # In which all processes of a case end after its first one has.
 NOT_COMPARED = ("sha256", "seconds", "date", "machine", "command", "commit", "versions")  # Keys of JSON files.
 FIGURES = """
 {0}_cases | runs | of {{{0}_asked}} asked for

@@ -102,7 +102,7 @@ class TransformersModel(EvaluatedModel):
         attention: str = "eager",
     ):
         self.settings, self.tokenizer, self.attention = settings, load_tokenizer(model_path), attention
-        experts = "bf16" if settings.EXPERTS == "bf16" else "mxfp4"  # `shared` and `paged` need an engine
+        experts = "bf16" if settings.EXPERTS in ("bf16", None) else "mxfp4"  # `shared` and `paged` need an engine
         self.base: PreTrainedModel = in_working_type(load_model(model_path, config, attention, experts)).eval()
         self.stops = stop_tokens(self.base.generation_config.eos_token_id, self.tokenizer)
         self.policy: PeftModel | None = None

@@ -108,11 +108,13 @@ class Shapes:
         """The values of EXPERTS that work with these settings, in the order in which `auto` tries them."""
         if not has_mxfp4(self.config):
             return ("bf16",)
-        if self.checkpoint is None or settings.USE_VLLM is False:
+        if not self.machine.gpus:
             return ("bf16", "mxfp4")
+        if self.checkpoint is None or settings.USE_VLLM is False:
+            return ("mxfp4", "bf16")
         if unshared_reason(settings.ROLLOUT_SYNC, self.config, self.machine):
-            return ("bf16", "mxfp4", "paged")
-        return ("shared", "bf16", "mxfp4", "paged")
+            return ("bf16", "paged")
+        return ("shared", "bf16", "paged")
 
     def fits(self, settings: Settings, changes: Changes) -> bool:
         """Whether a run with these settings and `changes` fits into the memory of GPU and host."""
@@ -298,7 +300,7 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
     counts = count_parameters(config)
     weights, tables = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
     packed = layer_sizes(config)[0] * layers * 4.25 / 8 / GIB
-    if settings.EXPERTS != "bf16":
+    if settings.EXPERTS not in ("bf16", None):
         weights += packed + layer_sizes(config)[0] * 2 * (1 - layers) / GIB
     matrices = target_matrices(settings.LORA_TARGETS, layers)
     adapter = adapter_parameters(config, settings.LORA_R, matrices) * 16 / GIB

@@ -81,8 +81,8 @@ def choose_sync(requested: str | None, experts: bool) -> tuple[str, str]:
 EXPERTS_REASONS = {
     "shared": "vLLM generates on a Hopper card, where the learner can read its weights",
     "bf16": "they fit beside all else",
-    "mxfp4": "dequantized to BF16 they do not fit the GPU",
-    "paged": "the GPU has no room for them while vLLM is awake",
+    "mxfp4": "without vLLM the learner is as fast with them packed, in a third of the memory",
+    "paged": "dequantized to BF16 they do not fit beside vLLM",
 }
 
 

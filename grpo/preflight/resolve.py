@@ -182,8 +182,6 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         prompt_len = facts.longest_prompt or settings.MAX_PROMPT_LEN
         shapes = Shapes(facts.files.config, machine, prompt_len, attention, packing, checkpoint)
         experts, reasons["experts"] = resolve_experts(settings, shapes)
-        if facts.sources["EXPERTS"] == "default":
-            reasons["experts"] = "the default"
     settings = dataclasses.replace(settings, EXPERTS=experts, TOTAL_STEPS=steps)
 
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)

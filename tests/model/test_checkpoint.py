@@ -33,7 +33,7 @@ def small_shards():
 def small(tmp_path_factory):
     """A random checkpoint in several shards, with the tiny model's tokenizer."""
     folder = tmp_path_factory.mktemp("full") / "model"
-    write_full(folder, SMALL, TINY_PATH)
+    write_full(folder, SMALL, TINY_PATH, "cpu")
     return folder
 
 
@@ -63,7 +63,7 @@ def test_a_tokenizer_must_be_harmonys(small, tmp_path):
     content["added_tokens"] = content["added_tokens"][:-1]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ModelError, match=r"lacks Harmony's special tokens <\|call\|>"):
-        write_full(tmp_path / "a", SMALL, tmp_path)
+        write_full(tmp_path / "a", SMALL, tmp_path, "cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
 
 

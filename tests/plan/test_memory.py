@@ -72,7 +72,7 @@ def test_the_least_memory_is_what_the_documentation_says():
     text = " ".join((ROOT / "docs/learner.md").read_text(encoding="utf-8").split())
     figures = re.search(
         r"needs ([\d.]+) GiB of free memory with `shared` and ([\d.]+) with `paged`, completions of 512 tokens "
-        r"([\d.]+) and ([\d.]+), and without vLLM, with `mxfp4`, ([\d.]+) and ([\d.]+);",
+        r"([\d.]+) and ([\d.]+), and without vLLM, with `mxfp4`, ([\d.]+) and (\d+\.\d)\. ",
         text,
     ).groups()
     jobs = [("shared", 4000), ("paged", 4000), ("shared", 512), ("paged", 512), ("mxfp4", 4000), ("mxfp4", 512)]

@@ -58,7 +58,7 @@ def test_logs_say_nothing_of_what_was_not_sampled(direct_run):
 
 def test_report_and_watching_leave_these_out(direct_run, capsys):
     page = (direct_run.folder / "report.html").read_text()
-    assert "Entropy" in page and "6 prompts, behind each of which one token names the action" in page
+    assert "Entropy" in page
     assert not [
         title for title in ("Parse rate</b>", "Completion length", "Clipped ratio", " tokens</div>") if title in page
     ]
@@ -89,7 +89,7 @@ def test_the_adapter_is_evaluated_as_in_its_run(direct_run, tmp_path, capsys):
     assert ev.main([str(direct_run.folder), "--data", str(direct_run.held_out), "--out", str(out)]) == 0
     of_run, alone = (json.loads(path.read_text()) for path in (direct_run.folder / "evaluation.json", out))
     assert alone["exact"] and alone["after"]["reward"] == pytest.approx(of_run["after"]["reward"], abs=1e-5)
-    options = ["--profile", str(direct_run.profile), "--prompt", "compact", "--out", str(tmp_path / "plant.json")]
+    options = ["--profile", str(direct_run.profile), "--out", str(tmp_path / "plant.json")]
     assert ev.main([str(direct_run.folder), *options]) == 0
     of_run, alone = (
         json.loads(p.read_text()) for p in (direct_run.folder / "closed_loop.json", tmp_path / "plant.json")

@@ -7,12 +7,11 @@ import json
 import re
 
 import pytest
-from conftest import read_csv, run_script
+from conftest import ROOT, read_csv, run_script
 from hub_server import HubServer
 
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import FIELDS, TASKS, choices, load_settings
-from grpo.tasks.gsm8k import dataset as gsm8k
 
 SHORT = "def short(completions, **columns): return [-len(text) / 1000 for text in completions]\n"
 
@@ -20,7 +19,8 @@ SHORT = "def short(completions, **columns): return [-len(text) / 1000 for text i
 def test_gsm8k_from_a_data_set_of_the_hub(tmp_path, tiny):
     """Held-out rows have no actions: the run's own rewards score them. Each reward is a column, and in the figures."""
     (tmp_path / "mine.py").write_text(SHORT)
-    lines = {split: text.splitlines(True) for split, text in gsm8k.files(1).items()}
+    names = ("gsm8k_train.jsonl", "gsm8k_heldout.jsonl")
+    lines = {name: (ROOT / "data" / name).read_text(encoding="utf-8").splitlines(True) for name in names}
     with HubServer() as hub:
         splits = {"train.jsonl": lines["gsm8k_train.jsonl"], "test.jsonl": lines["gsm8k_heldout.jsonl"]}
         files = {name: "".join(rows[:6]).encode() for name, rows in splits.items()}
