@@ -352,7 +352,7 @@ def score_probabilities(
         best_named.append(count * math.fsum(b for a, b in zip(row, p, strict=True) if a == max(row)))
         counts = [c + count * b for c, b in itertools.zip_longest(counts, p, fillvalue=0.0)]
     scores: Scores = {}
-    # Weighted by the number of answers, so that the figures are means over completions whatever their distribution.
+    # Weighted by the number of answers, so that the figures are means over completions, not over prompts.
     weights = [count / max(answers) for count in answers]
     for name, values in figures.items():
         sums = [v * w for v, w in zip(values, weights, strict=True)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of records out of files and data sets, whatever their format: CSV, JSON lines, Parquet, a name on the Hub."""
+"""Reads tables of records from files (CSV, JSON lines, Parquet) and from data sets of the Hub."""
 
 from __future__ import annotations
 

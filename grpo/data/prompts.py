@@ -102,7 +102,7 @@ def render_rows(
                 return list(rows), 0
             try:
                 prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE)
-            except Exception as error:  # whatever a template raises, damaged or not
+            except Exception as error:  # a template may raise anything
                 problem = f"its chat template fails on {row.file}, row {row.number} ({format_exception(error)})"
                 problems.add(where, problem, "Download the model again, or write what its template takes")
                 return list(rows), 0
@@ -135,7 +135,7 @@ AT_ONCE = 1000  # prompts per batch: a prompt's encoding takes more memory than 
 
 
 def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
-    """The number of tokens of each prompt. Raises whatever tokenizers raises for an unusable file, even BaseExceptions
+    """The number of tokens of each prompt. Raises any error of tokenizers for an unusable file, even BaseExceptions
     that are not Exceptions."""
     from tokenizers import Tokenizer  # late, as above
 

@@ -96,7 +96,7 @@ def serve_commands(options: argparse.Namespace) -> str:
         path = str(files.folder.resolve())
     name = adapter.name if adapter.name != "best" else adapter.parent.name
     rank = vllm_rank(read_json(adapter / CONFIG)["r"])
-    # The completions endpoint takes the prompt as it is: the chat endpoint would render it with today's date.
+    # The completions endpoint takes a rendered prompt; the chat endpoint would render it again, with today's date.
     body = {
         "model": name,
         "prompt": rows[0].prompt,

@@ -23,7 +23,7 @@ TEMPLATES = jinja2.Environment(
 
 def page_text(run: Run) -> str:
     """The page of a run."""
-    # The page looks the same whatever style the caller or the user has set.
+    # The page does not depend on styles that the caller or the user has set.
     with matplotlib.style.context(["default", "tableau-colorblind10", STYLE]):
         figures = pictures(run)
     section = report.simulator_section(run)

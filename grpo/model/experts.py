@@ -215,7 +215,7 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        saved = rows, *_, weights = ctx.saved_tensors  # Read once, as above.
+        saved = rows, *_, weights = ctx.saved_tensors  # Read once, as in Activation.
         d_rows, d_weights = torch.empty_like(rows), torch.empty_like(weights)
         tensors = gradient.contiguous(), *saved, d_rows, d_weights
         launch_rows(kernels().combine_backward, *rows.shape, *tensors, pairs=weights.shape[1])

@@ -61,8 +61,8 @@ def why_sampled(settings: Settings, kind: str | None) -> str:
 def make_plan(
     settings: Settings, files: Sequence[Path], where: str, prompt: str, template: str | None, problems: Problems
 ) -> ClosedLoopPlan:
-    """The closed loop over the windows of profiles, `files`, which the setting or option `where` names; what is wrong
-    with them is added to `problems`. It does not run without a window."""
+    """The plan of a closed loop over the windows in `files`, which the setting or option `where` names. Adds a problem
+    for each fault in them. Without a window the loop does not run."""
     cases: list[Case] = []
     for path in files:
         try:
@@ -90,7 +90,7 @@ def make_plan(
 
 
 def recorded_prompt(settings: Settings) -> tuple[str, str]:
-    """(kind of the prompts, reason): what the run's held-out or training rows are, where they can be read."""
+    """(kind of the prompts, reason), read from the run's held-out or training rows if their files can be read."""
     for name in ("EVAL_DATA", "DATA"):
         rows = read_rows(name, getattr(settings, name) or "", Problems())
         if rows and (kind := prompt_kind([row.messages for row in rows])):
