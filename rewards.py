@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions: pure, typed, without I/O. Run the examples with `python -m doctest rewards.py`.
 
-`REWARDS` chooses among them by name, each with an optional weight, and takes functions of your own:
+`REWARDS` names these functions or your own ones, each with an optional weight:
 
-    REWARDS=regret                          # what the answered action costs, on a scale that tells 1 kg from 100 kg
+    REWARDS=regret                          # minus the cost of the answered action, on a logarithmic scale
     REWARDS=action                          # the CSV's reward_action_k of the action that was answered
     REWARDS=action,shortfall=10             # minus 10 where the answer costs a lot
     REWARDS=action,format=0.1               # plus a tenth of a point for an answer that is exactly `[k]`
@@ -15,9 +15,9 @@ A reward function takes lists with one entry per completion:
     function(completions, *, truncated, **columns) -> list[float | None]
 
 Those in this file get `completions` with their Harmony tokens; yours get what TRL gives them, by keyword, and these
-texts as `raw_completions` (docs/data.md, Your own rewards). `truncated` says which of them met `MAX_COMPLETION_LEN`,
-and `columns` holds every column of the file by its name. `None` or NaN leaves a completion out of its group's mean and
-gives it no advantage (docs/data.md says what that teaches).
+texts as `raw_completions` (docs/data.md, Your own rewards). `truncated` says which completions reached
+`MAX_COMPLETION_LEN`, and `columns` holds every column of the file by its name. `None` or NaN leaves a completion out of
+its group's mean and gives it no advantage (docs/data.md says what that teaches).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from decimal import Decimal
 from statistics import NormalDist
 from typing import Any
 
-Column = Sequence[Any]  # The cells of a column: numbers, text, or whatever a JSON value holds.
-Scores = dict[str, Any]  # Figures by name, lists of figures among them.
+Column = Sequence[Any]  # The cells of a column: numbers, text, or any other JSON value.
+Scores = dict[str, Any]  # Figures, and lists of figures, by name.
 
 # https://cookbook.openai.com/articles/openai-harmony: a message is <|channel|>NAME...<|message|>TEXT, closed by one of
-# the tokens below. What stands between the name and <|message|> may name a recipient or a content type.
+# the tokens below. Between the name and <|message|> there may be a recipient or a content type.
 _END = r"<\|(?:end|return|call|start|channel|endoftext)\|>"
 _FINAL = re.compile(rf"<\|channel\|>\s*final\b(?:(?!{_END}|<\|message\|>).)*<\|message\|>(.*?)(?={_END}|\Z)", re.DOTALL)
 _MARKER = re.compile(r"<\|(?:start|channel|message|end|return|call)\|>")
@@ -44,10 +44,10 @@ _ACTION = re.compile(r"\[\s*([0-9]{1,6})\s*\]")
 
 
 def final_channel(text: str) -> str | None:
-    """The text of the last message in Harmony's final channel, or None where there is none.
+    """The text of the last message in Harmony's final channel, or None if there is no such message.
 
-    With special tokens only they count, so that reasoning which merely mentions a channel is no answer. Text whose
-    special tokens were stripped glues role and channel together, and there the last `assistantfinal` begins the answer.
+    In text with special tokens only these mark a channel, so that reasoning may mention one. In text whose special
+    tokens were stripped, role and channel are glued together, and the answer follows the last `assistantfinal`.
 
     >>> final_channel("<|channel|>analysis<|message|>Is it [1]?<|end|><|start|>assistant<|channel|>final<|message|>[2]")
     '[2]'
@@ -66,8 +66,8 @@ def final_channel(text: str) -> str | None:
 
 
 def assistant_turn(prompt: str, completion: str) -> str:
-    """The completion behind what the prompt already holds of the assistant's turn: a prompt may open the final channel
-    itself, and a completion without special tokens is not taken for stripped text.
+    """The assistant's whole turn: its begin, at the end of the prompt, which may open the final channel, and the
+    completion. So a completion without special tokens is not mistaken for stripped text.
 
     >>> parse_action(assistant_turn("...<|start|>assistant<|channel|>final<|message|>", "[3]<|return|>"))
     3
@@ -79,7 +79,7 @@ def assistant_turn(prompt: str, completion: str) -> str:
 def parse_action(text: str, actions: int = 4) -> int | None:
     """The action `[k]` that the final channel names, 0 <= k < `actions`, or None.
 
-    An answer that names several different actions is none: it would otherwise pay to name them all.
+    An answer that names several different actions does not count, because it would pay to name them all.
 
     >>> parse_action("<|channel|>final<|message|>[2]<|return|>")
     2
@@ -93,8 +93,8 @@ def parse_action(text: str, actions: int = 4) -> int | None:
 
 
 def reward_rows(columns: Mapping[str, Column], name: str = "reward_action") -> list[list[float]]:
-    """Rewards by completion and action, shape (B, K), from the columns `name_0` .. `name_{K-1}`. Files may differ in
-    their number of actions: a row ends where its column is missing (None).
+    """Rewards by completion and action, shape (B, K), from the columns `name_0` .. `name_{K-1}`. A row whose file has
+    fewer actions holds None in the other columns and gets a shorter list.
 
     >>> reward_rows({"reward_action_0": [0.1, 0.5], "reward_action_1": [0.9, 0.5], "day": [1, 2]})
     [[0.1, 0.9], [0.5, 0.5]]
@@ -107,13 +107,13 @@ def reward_rows(columns: Mapping[str, Column], name: str = "reward_action") -> l
 # The unit of `regret`, and the temperature of the softmax over q_action_k that make_dataset.py writes as
 # reward_action_k: 0.3 kg CO2 in the TES plant.
 TEMPERATURE = 0.05
-SMALLEST = 5e-9  # A smaller reward_action_k reads 0 in a file of eight decimals.
-SHORTFALL = 2.0  # A difference of q: in the TES plant 12 kg CO2, as much as 1.2 kWh of unserved load.
+SMALLEST = 5e-9  # A smaller reward_action_k is rounded to 0 in a file with eight decimals.
+SHORTFALL = 2.0  # A difference in q: in the TES plant 12 kg CO2, the cost of 1.2 kWh of unserved load.
 
 
 def regret_rows(columns: Mapping[str, Column]) -> list[list[float]]:
     """Regret of each action in units of TEMPERATURE, (B, K): (q_best - q_k) / TEMPERATURE. In a row without q_action_k
-    the rewards must be their softmax: ln(r_best / r_k), with an r_k of at least SMALLEST, is the same.
+    the rewards must be the softmax of q / TEMPERATURE: ln(r_best / r_k), with r_k >= SMALLEST, is the same.
 
     >>> [[round(x, 6) for x in row] for row in regret_rows({"reward_action_0": [math.e], "reward_action_1": [1.0]})]
     [[0.0, 1.0]]
@@ -128,8 +128,8 @@ def regret_rows(columns: Mapping[str, Column]) -> list[list[float]]:
 
 
 def _scores(completions: Sequence[str], rows: Sequence[Sequence[float]], invalid: float | None) -> list[float]:
-    """The reward of each completion's action in its row, or `invalid` where it names none. If that is None, it earns a
-    tenth of the row's range less than the worst action, or 0.1 less where all are equal: not to answer never pays."""
+    """The reward of each completion's action in its row, or `invalid` if it names no action. With `invalid` None this
+    is the worst action's reward minus a tenth of the row's range (0.1 if all are equal): not answering never pays."""
     scores = []
     for text, row in zip(completions, rows, strict=True):
         worst = min(row)
@@ -140,7 +140,7 @@ def _scores(completions: Sequence[str], rows: Sequence[Sequence[float]], invalid
 
 
 def action(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
-    """The CSV's reward for the action that each completion answers; `invalid_reward` where it answers none.
+    """The file's reward_action_k for the action that each completion names, else `invalid_reward`.
 
     >>> table = {"reward_action_0": [0.1, 0.1, 0.1], "reward_action_1": [0.9, 0.9, 0.9]}
     >>> [round(x, 6) for x in action(["assistantfinal[1]", "analysis[1] it is", "assistantfinal[0]"], **table)]
@@ -150,7 +150,7 @@ def action(completions: Sequence[str], *, invalid_reward: float | None = None, *
 
 
 def best(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
-    """1.0 for an action whose reward is the row's highest, 0.0 for another, `invalid_reward` for no answer."""
+    """1.0 for an action with the row's highest reward, 0.0 for any other, `invalid_reward` if no action is named."""
     best_or_not = [[float(value == max(row)) for value in row] for row in reward_rows(columns)]
     return _scores(completions, best_or_not, invalid_reward)
 
@@ -160,8 +160,8 @@ def regret(completions: Sequence[str], *, invalid_reward: float | None = None, *
 
     The regret of a closed loop is the expected sum of these regrets along the policy's own path (the performance
     difference lemma: S. Kakade, J. Langford, Approximately Optimal Approximate Reinforcement Learning, ICML 2002). The
-    logarithm keeps small and large ones visible. A completion that met MAX_COMPLETION_LEN counts as no answer: where
-    text behind the action costs nothing, a policy learns to run on.
+    logarithm keeps small and large regrets distinguishable. A completion that reached MAX_COMPLETION_LEN does not count
+    as an answer: a policy would learn to write on after the action if that cost nothing.
 
     >>> table = {"q_action_0": [-1.0] * 3, "q_action_1": [-1.05] * 3, "q_action_2": [-51.0] * 3}
     >>> table |= {f"reward_action_{k}": [0.0] * 3 for k in range(3)}
@@ -184,7 +184,7 @@ def shortfall(completions: Sequence[str], *, invalid_reward: float | None = None
 
 
 def format(completions: Sequence[str], **columns: Column) -> list[float]:
-    """1.0 where the final channel is exactly one `[k]`, else 0.0. It looks at the form alone, not at the action.
+    """1.0 if the final channel is exactly one `[k]`, else 0.0, whichever action that is.
 
     >>> format(["assistantfinal[1]", "assistantfinalI take [1].", "analysis[1]"])
     [1.0, 0.0, 0.0]
@@ -194,8 +194,8 @@ def format(completions: Sequence[str], **columns: Column) -> list[float]:
 
 
 def number_of(text: str) -> Decimal | None:
-    """The first number behind the last `####` of a text, or without one its last number; None where there is none.
-    Thousands' commas, currency and percent signs do not count, nor do trailing zeros when two are compared.
+    """The first number after the last `####` of a text, or the last number of a text without `####`; None if there is
+    no number. Thousands separators, currency and percent signs are ignored, and 1050.00 equals 1050.
 
     >>> [number_of(text) for text in ("6 * 7 = 42 #### 42 of 50", "so $1,050.00.", "#### -$3", "#### none", "")]
     [Decimal('42'), Decimal('1050.00'), Decimal('-3'), None, None]
@@ -209,8 +209,8 @@ def number_of(text: str) -> Decimal | None:
 def gsm8k(
     completions: Sequence[str], *, answer: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Column
 ) -> list[float]:
-    """1.0 where the final channel's number is that of the column `answer` (`... #### 42`), else 0.0, as for a
-    completion that met MAX_COMPLETION_LEN: its number may be cut. Raises ValueError where `answer` holds no number.
+    """1.0 if the final channel's number equals that of the column `answer` (`... #### 42`), else 0.0. A completion that
+    reached MAX_COMPLETION_LEN earns 0.0: its number may be cut. Raises ValueError if `answer` holds no number.
 
     Source: K. Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021 (2110.14168).
 
@@ -227,7 +227,7 @@ def gsm8k(
     return scores
 
 
-# ACTION_REWARDS score the answered action, and take INVALID_REWARD where there is none.
+# ACTION_REWARDS score the answered action, and take INVALID_REWARD for completions without one.
 Reward = Callable[..., list[float]]
 ACTION_REWARDS: dict[str, Reward] = {"action": action, "best": best, "regret": regret, "shortfall": shortfall}
 REWARD_FUNCTIONS: dict[str, Reward] = ACTION_REWARDS | {"format": format, "gsm8k": gsm8k}
@@ -257,7 +257,7 @@ def baselines(rows: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 RESAMPLES, RESAMPLING_SEED = 2000, 20250106
-LEAST_RESAMPLED = 5  # The resamples of fewer clusters never reach far enough.
+LEAST_RESAMPLED = 5  # Bootstrap intervals of fewer clusters are too narrow.
 # Student's t, 97.5%, for 1 to 28 degrees of freedom.
 STUDENT = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
@@ -266,30 +266,30 @@ STUDENT = (
 
 
 def student(degrees: int) -> float:
-    """Student's t, 97.5%; above the table by its first term beyond the normal distribution's."""
+    """The 97.5% quantile of Student's t; beyond the table by the first term of its expansion around the normal one."""
     return STUDENT[degrees - 1] if degrees <= len(STUDENT) else 1.96 + (1.96**3 + 1.96) / (4 * degrees)
 
 
 def confidence_interval(
     values: Sequence[float], weights: Sequence[float] | None = None, clusters: Sequence[Hashable] | None = None
 ) -> tuple[float, float]:
-    """95% interval of sum(values) / sum(weights), (N,) each; without weights it is that of the mean.
+    """95% interval of sum(values) / sum(weights), (N,) each, or of the mean without weights.
 
-    Values that belong together (the completions of a prompt, the hours of a day) share a name in `clusters` (N,) and
-    are added up: drawn singly they would make the mean look surer than it is. From LEAST_RESAMPLED clusters on it is a
-    percentile bootstrap with a fixed seed, and with percentiles as far out as Student's t asks for so few (T. C.
-    Hesterberg, What Teachers Should Know About the Bootstrap, The American Statistician 69, 2015, "expanded
-    percentile": of five clusters the plain one holds the mean in 83% of cases, this one in 92%). Resamples whose
-    weights sum to 0 or less are left out. Of fewer clusters it is Student's t with the ratio's linearized error (W. G.
-    Cochran, Sampling Techniques, 1977, chapter 6), of one cluster the point alone. Raises ValueError without a value,
-    or where the weights are not as many as the values or never sum above 0.
+    `clusters` (N,) names the cluster of each value, such as its prompt or day. Values of a cluster are summed up,
+    because they are not independent. From LEAST_RESAMPLED clusters on, the interval is a percentile bootstrap with a
+    fixed seed. Its percentiles are widened as in Student's t (T. C. Hesterberg, What Teachers Should Know About the
+    Bootstrap, The American Statistician 69, 2015, "expanded percentile"): with five clusters the interval covers the
+    mean in 92% of cases instead of 83%. Resamples whose weights do not sum above 0 are skipped. Fewer clusters get
+    Student's t with the ratio's linearized error (W. G. Cochran, Sampling Techniques, 1977, chapter 6); the interval of
+    a single cluster is its point. Raises ValueError without values, if weights and values differ in number, or if no
+    weights sum above 0.
 
     >>> [round(end, 3) for end in confidence_interval([0.0, 1.0, 2.0])]
     [-1.484, 3.484]
     """
     weights = [1.0] * len(values) if weights is None else weights
     if not values or len(weights) != len(values):
-        raise ValueError(f"{len(values)} values and {len(weights)} weights make no interval")
+        raise ValueError(f"{len(values)} values with {len(weights)} weights: an interval needs as many, at least one")
     if clusters is not None:
         totals: dict[Hashable, tuple[float, float]] = {}
         for value, weight, cluster in zip(values, weights, clusters, strict=True):
@@ -329,10 +329,11 @@ def score_probabilities(
 ) -> Scores:
     """Mean reward, regret and parse rate of a policy on N prompts, with 95% intervals over these or `clusters`.
 
-    `rows` are the rewards by prompt and action, (N, K), and `probabilities` (N, K) those of the same actions, or how
-    often they were answered. What is left of 1 is no answer, which scores `invalid_reward`, or the row's lowest reward
-    where that is nan. `answers` (N,) is each prompt's weight, the number of its answers. Regret is the row's highest
-    reward minus the mean. `reward_by_prompt` is for `paired_difference`. Raises ValueError without prompts or answers.
+    `rows` are the rewards by prompt and action, (N, K), and `probabilities` (N, K) the probabilities or shares of the
+    same actions. The remainder to 1 is completions without an action, which score `invalid_reward`, or the row's lowest
+    reward if that is nan. `answers` (N,) is the number of each prompt's answers, its weight. Regret is the row's
+    highest reward minus the mean. `reward_by_prompt` is for `paired_difference`. Raises ValueError without prompts or
+    answers.
 
     >>> scores = score_probabilities([[0.0, 1.0], [0.6, 0.4]], [[0.0, 0.5], [1.0, 0.0]], [2, 2])
     >>> scores["reward"], round(scores["regret"], 6), scores["parse_rate"], scores["action_counts"], scores["unparsed"]
@@ -351,7 +352,7 @@ def score_probabilities(
         best_named.append(count * math.fsum(b for a, b in zip(row, p, strict=True) if a == max(row)))
         counts = [c + count * b for c, b in itertools.zip_longest(counts, p, fillvalue=0.0)]
     scores: Scores = {}
-    # Weighted by the number of answers, so that the figures are means over completions whatever their distribution.
+    # Weighted by the number of answers, so that the figures are means over completions, not over prompts.
     weights = [count / max(answers) for count in answers]
     for name, values in figures.items():
         sums = [v * w for v, w in zip(values, weights, strict=True)]
@@ -372,7 +373,7 @@ def score_answers(
     invalid_reward: float = 0.0,
     clusters: Sequence[Hashable] | None = None,
 ) -> Scores:
-    """`score_probabilities` of the actions answered to each of N prompts, None where there was no answer."""
+    """`score_probabilities` of sampled actions, a list for each of N prompts; None is an answer without action."""
     if len(rows) != len(answers):
         raise ValueError("every prompt needs at least one answer")
     shares = [
@@ -383,8 +384,8 @@ def score_answers(
 
 
 def mean_of_known(values: Sequence[float | None], clusters: Sequence[Hashable] | None = None) -> dict[str, float]:
-    """Mean of the values that are not None, (N,), with a 95% interval over them or their `clusters`. Raises ValueError
-    where all are None."""
+    """Mean of the values (N,) that are not None, with a 95% interval over them or their `clusters`. Raises ValueError
+    if all are None."""
     pairs = zip(values, clusters or range(len(values)), strict=True)
     known = [(value, cluster) for value, cluster in pairs if value is not None]
     kept = [value for value, _ in known]
@@ -393,8 +394,8 @@ def mean_of_known(values: Sequence[float | None], clusters: Sequence[Hashable] |
 
 
 def score_values(values: Sequence[Sequence[float]], clusters: Sequence[Hashable] | None = None) -> Scores:
-    """`mean_of_known` of N prompts, given the rewards of each one's completions. NaN is left out, and so
-    is a prompt without another reward (None in `reward_by_prompt`). All are None without any.
+    """`mean_of_known` of the mean rewards of N prompts, given the rewards of their completions. NaN is left out, and a
+    prompt without any other reward has None in `reward_by_prompt`. If all have None, so do the other figures.
 
     >>> score_values([[0.0, 1.0], [math.nan], [1.0, math.nan]])
     {'reward': 0.75, 'reward_low': -2.4265, 'reward_high': 3.9265, 'reward_by_prompt': [0.5, None, 1.0]}
@@ -408,8 +409,8 @@ def score_values(values: Sequence[Sequence[float]], clusters: Sequence[Hashable]
 def paired_difference(
     before: Sequence[float | None], after: Sequence[float | None], clusters: Sequence[Hashable] | None = None
 ) -> dict[str, float]:
-    """`mean_of_known` of after - before over the same prompts: what makes a prompt hard for both cancels out. A
-    prompt that is None in either is left out.
+    """`mean_of_known` of after - before by prompt, in which the difficulty of a prompt cancels out. A prompt that has
+    None in either list is left out.
 
     >>> paired_difference([0.1, 0.9, None], [0.2, 1.0, 0.5])
     {'reward': 0.1, 'reward_low': 0.1, 'reward_high': 0.1}

@@ -24,8 +24,8 @@ from grpo.settings_table import MOST_REWARD
 
 REWARD_COLUMN = re.compile("reward_action_(0|[1-9][0-9]{0,5})")
 Q_COLUMN = re.compile("q_action_(0|[1-9][0-9]{0,5})")
-# Keyword arguments that TRL gives to reward functions or leaves out, and the three that docs/data.md adds: a column of
-# that name goes by `csv_NAME`. Every other column keeps its name.
+# Keyword arguments that TRL passes to reward functions or withholds, and the three that docs/data.md adds. A column
+# with one of these names is passed as `csv_NAME`; every other column keeps its name.
 # fmt: off
 RESERVED_ARGUMENTS = {
     "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
@@ -34,27 +34,27 @@ RESERVED_ARGUMENTS = {
 # fmt: on
 PROMPT_COLUMNS = ("prompt", "user", "question")
 FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
-SHOWN = 20  # problems listed per file; the rest is counted
+SHOWN = 20  # problems listed per file; further ones are only counted
 ROW_PLACE = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
 SPECIAL = re.compile(r"<\|(?:start|end|message|channel|return|call|constrain|startoftext|endoftext)\|>")  # Harmony's
-INSTRUCTING = ("system", "developer")  # roles of which gpt-oss's template takes the first message alone
+INSTRUCTING = ("system", "developer")  # gpt-oss's template takes these roles only in the first message
 Messages = tuple[tuple[str, str], ...]
-Conversation = list[dict[str, Cell]]  # messages as TRL has them, with `role` and `content`
+Conversation = list[dict[str, Cell]]  # messages in TRL's form, with `role` and `content`
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: `prompt` as text (rendered later by `render_rows`), rewards by action, every column, and the values
-    q_action_k of as many actions, where the file has them."""
+    """A row of a file: its messages, the reward of each action, every column, and `q`, the values q_action_k, if the
+    file has them. `prompt` is empty until `render_rows` fills it in."""
 
     file: str
     number: int  # 1 is the first row below the header
-    messages: Messages  # (role, text) ..., or one ("rendered", text)
+    messages: Messages  # (role, text) of each message, or a single ("rendered", text)
     rewards: tuple[float, ...]
     columns: Columns
     prompt: str = ""
     q: tuple[float, ...] = ()
-    conversational: bool = False  # the file gave messages, and so reward functions get messages
+    conversational: bool = False  # the file holds messages, so reward functions are called with messages
 
     @property
     def id(self) -> str:
@@ -62,12 +62,12 @@ class Row:
 
 
 def label(file: str) -> str:
-    """What identifies a file or data set in logs: its name without folders and ending, or org/name."""
+    """The name of a file or data set in logs: the file's without folders and ending, or org/name."""
     return file if is_dataset(file) else Path(file).stem
 
 
 def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
-    """The files that a setting names: paths or globs, relative to the current folder or else to this project's."""
+    """The files that a setting names by paths or globs, relative to the current folder or to the project's root."""
     files: dict[Path, None] = {}
     fix = "Name existing files or a glob such as 'days/*.csv' (quoted)"
     for part in split_commas(text):
@@ -87,22 +87,22 @@ def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
 
 
 def no_actions(row: Row) -> str:
-    """The problem of a file without rewards, of which this is a row."""
+    """The message for a file that has no reward columns; `row` is any row of that file."""
     return f"there is no column reward_action_0, reward_action_1, ... among {named(row.columns)}"
 
 
 def named(columns: Iterable[str]) -> str:
-    """The names of columns for a problem, in which a mistyped one is seen."""
+    """The names of columns as text, so that a message shows the user a mistyped one."""
     return one_line(", ".join(columns), 200)
 
 
 def flat_rows(rows: Iterable[Row]) -> list[Row]:
-    """The rows whose actions all pay the same: answers to them cannot be told apart."""
+    """The rows whose actions all have the same reward, so that there is nothing to learn from them."""
     return [row for row in rows if len(set(row.rewards)) == 1 and len(set(row.q)) < 2]
 
 
 def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
-    """The number of actions that the columns name. Adds problems where these cannot be the columns of a training
+    """The number of reward_action_k columns. Adds a problem for each way in which the header does not fit a training
     file."""
     where = f"{path}, header"
     for name, count in Counter(header).items():
@@ -128,7 +128,7 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
 
 
 def read_numbers(where: str, columns: Columns, names: Sequence[str], problems: Problems) -> dict[str, float]:
-    """The cells of `columns` that have these names, as numbers; a problem for each that is none."""
+    """The cells of the columns `names` as numbers. Adds a problem for each that is not a finite number."""
     numbers = {}
     for name in names:
         cell = columns[name].strip() if isinstance(columns[name], str) else columns[name]
@@ -147,8 +147,8 @@ def read_numbers(where: str, columns: Columns, names: Sequence[str], problems: P
 
 
 def as_conversation(prompt: Cell) -> Cell:
-    """The list of messages that a text holds in JSON, or in Python's words as pandas writes it to a CSV; every other
-    cell as it is."""
+    """The list of messages if the cell is text that holds one, in JSON or as a Python literal (pandas writes these to a
+    CSV); any other cell is returned unchanged."""
     if isinstance(prompt, str) and re.match(r"\s*\[\s*\{", prompt):
         for parse in (json.loads, ast.literal_eval):
             with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -164,7 +164,7 @@ def prompt_column(columns: Mapping[str, Cell]) -> str:
 
 
 def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -> Messages:
-    """Messages of a column `name` that holds a list of them, as TRL's data sets do; none after a problem."""
+    """The messages of the column `name`, which holds a list of them as in TRL's data sets; () after a problem."""
     try:
         messages = tuple((message["role"], message["content"]) for message in prompt)
     except (TypeError, KeyError):
@@ -185,13 +185,14 @@ def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -
 
 
 def read_messages(where: str, columns: Columns, system: str, problems: Problems) -> Messages:
-    """Messages of a row, or ("rendered", text). `system`: for rows that have no system message of their own."""
+    """The messages of a row, or (("rendered", text),); () after a problem. `system` is the default."""
     column = prompt_column(columns)
     conversation = as_conversation(columns.get(column))
     if column == "messages" or not isinstance(conversation, (str, type(None))):
         messages = read_conversation(where, column, conversation, problems)
-        own = str(columns.get("system") or "").strip() or system
-        return (("system", own), *messages) if own and messages and messages[0][0] not in INSTRUCTING else messages
+        system = str(columns.get("system") or "").strip() or system
+        is_added = system and messages and messages[0][0] not in INSTRUCTING
+        return (("system", system), *messages) if is_added else messages
     cells = {name: "" if columns.get(name) is None else columns[name] for name in (*PROMPT_COLUMNS, "system")}
     for name, cell in cells.items():
         if not isinstance(cell, str):
@@ -201,9 +202,9 @@ def read_messages(where: str, columns: Columns, system: str, problems: Problems)
     if not column:
         column = next(name for name in PROMPT_COLUMNS if name in columns)
         problems.add(f"{where}, column {column}", "the prompt is empty", "Fill it in or remove the row")
-    prompt, own = cells[column], cells["system"].strip() or system
+    prompt, system = cells[column], cells["system"].strip() or system
     if column != "prompt" or not prompt.strip().startswith("<|start|>"):
-        return (("system", own), ("user", prompt.strip())) if own else (("user", prompt.strip()),)
+        return (("system", system), ("user", prompt.strip())) if system else (("user", prompt.strip()),)
     if not re.search(r"<\|start\|>assistant(?:<\|channel\|>[^<]*(?:<\|message\|>)?)?\Z", prompt):
         problem = "a rendered prompt must end where the assistant begins"
         problems.add(f"{where}, column prompt", problem, "End it with <|start|>assistant")
@@ -211,19 +212,19 @@ def read_messages(where: str, columns: Columns, system: str, problems: Problems)
 
 
 def filled_column(columns: Columns) -> str:
-    """The first of PROMPT_COLUMNS that holds text; an empty string where none does."""
+    """The name of the first column of PROMPT_COLUMNS that holds text; an empty string if all are empty."""
     return next((name for name in PROMPT_COLUMNS if (columns.get(name) or "").strip()), "")
 
 
 def make_rows(
     name: str, header: Sequence[str], records: Iterable[Record], actions: int, system: str, problems: Problems
 ) -> Iterator[Row]:
-    """Rows of the file `name` out of its records, with the rewards of so many `actions`."""
+    """The rows of the file `name`, made from its records; `actions` is the number of its reward columns."""
     names = [f"reward_action_{k}" for k in range(actions)]
     q_names = [f"q_action_{k}" for k in range(actions)] if "q_action_0" in header else []
     for number, (where, columns) in enumerate(records, 1):
         columns |= (rewards := read_numbers(where, columns, names, problems))
-        # These stay text in `columns`: a run knows its rows by a fingerprint from before there was a use for them.
+        # They stay text in `columns`: a run recognizes its data by `data_fingerprint`, which includes that text.
         q = read_numbers(where, columns, q_names, problems)
         messages = read_messages(where, columns, system, problems)
         if not all(is_text(text) for _, text in messages):
@@ -241,7 +242,7 @@ def make_rows(
 
 
 def merge_alike(problems: Iterable[str]) -> list[str]:
-    """Problems of one file; one of several rows stands there once, with the first row and how many others there are."""
+    """The problems of a file, one per kind: it names the first row and counts the further ones."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
         alike.setdefault(ROW_PLACE.sub("", problem, count=1), []).append(problem)
@@ -251,31 +252,31 @@ def merge_alike(problems: Iterable[str]) -> list[str]:
 def read_file(
     name: str, read: Callable[[Problems], Table], problems: Problems, system: str = "", rewards: bool = True
 ) -> list[Row]:
-    """The rows of one file or data set, none after a problem; docs/data.md describes the columns.
+    """The rows of a file or data set, whose table `read` returns; an empty list after a problem.
 
-    `system` is the message of rows without their own. Without `rewards` the columns of actions pass through as all
-    others do, whatever they hold.
+    docs/data.md describes the columns. `system` is the default system message. If `rewards` is false, the reward
+    columns are not read as numbers.
     """
-    own = Problems()
+    new_problems = Problems()
     try:
-        header, records = read(own)
-        actions = check_header(name, header, own)
-        lazy = make_rows(name, header, () if own else records, actions if rewards else 0, system, own)
+        header, records = read(new_problems)
+        actions = check_header(name, header, new_problems)
+        lazy = make_rows(name, header, () if new_problems else records, actions if rewards else 0, system, new_problems)
         rows = list(with_progress(f"reading {name}", lazy))
     except UnreadableFile as error:
         problems.add(*error.args)
         return []
-    if not rows and not own:
-        own.add(name, "there is no row below the header", "Add at least one row")
-    merged = merge_alike(own)
+    if not rows and not new_problems:
+        new_problems.add(name, "there is no row below the header", "Add at least one row")
+    merged = merge_alike(new_problems)
     problems += merged[:SHOWN]
     if len(merged) > SHOWN:
         problems.add(name, f"and {len(merged) - SHOWN} more problems like these", "Fix the file and run again")
-    return [] if own else rows
+    return [] if new_problems else rows
 
 
 def read_csv(path: Path, problems: Problems, system: str = "", rewards: bool = True) -> list[Row]:
-    """`read_file` of a file in one of the formats of grpo/data/formats.py, by its ending; CSV with any other."""
+    """`read_file` of a file whose format follows from its ending (grpo/data/formats.py); the default is CSV."""
     return read_file(str(path), functools.partial(reader_of(path), path), problems, system, rewards)
 
 
@@ -298,7 +299,7 @@ def read_rows(setting: str, text: str, problems: Problems, system: str = "") -> 
 
 
 def data_fingerprint(rows: Sequence[Row]) -> str:
-    """SHA-256 over everything that training sees of the rows, whatever their files are called."""
+    """SHA-256 over the messages, rewards and columns of the rows; the names of their files do not matter."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps([row.messages, row.rewards, sorted(row.columns.items())], default=str).encode())
@@ -306,7 +307,7 @@ def data_fingerprint(rows: Sequence[Row]) -> str:
 
 
 def data_prompt(row: Row) -> str | Conversation:
-    """The prompt as it stands in the data, which is what TRL hands to reward functions: text, or a list of messages."""
+    """The prompt as the file holds it, in which form TRL passes it to reward functions: text, or a list of messages."""
     role, text = row.messages[0]
     if role == "rendered":
         return text
@@ -328,16 +329,16 @@ def reward_columns(row: Row) -> Columns:
 
 
 def distinct_columns(rows: Iterable[Row]) -> list[Row]:
-    """One row of each set of columns."""
+    """One row for each distinct tuple of column names."""
     return list({tuple(row.columns): row for row in rows}.values())
 
 
 def renamed_columns(rows: Iterable[Row]) -> list[str]:
-    """The columns that reward functions get under another name; not `prompt`, which they get as `prompts`."""
+    """The columns that are passed to reward functions as csv_NAME, except `prompt`, which `prompts` replaces."""
     names = dict.fromkeys(name for row in rows for name in row.columns)
     return [name for name in names if name in RESERVED_ARGUMENTS and name != "prompt"]
 
 
 def column_names(rows: Iterable[Row]) -> list[str]:
-    """The names of `reward_columns` of all these rows, in order: reward functions get every column with every row."""
+    """The union of the names of `reward_columns` over the rows: a reward function gets every column for every row."""
     return list(dict.fromkeys(name for row in rows for name in reward_columns(row)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of records out of files and data sets, whatever their format: CSV, JSON lines, Parquet, a name on the Hub."""
+"""Reads tables of records from files (CSV, JSON lines, Parquet) and from data sets of the Hub."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 
 from grpo.settings import ROOT, Problems, format_exception
 
-Cell = Any  # Text in a CSV; whatever a value of JSON or Parquet is in other formats.
+Cell = Any  # Text in a CSV; any value that JSON or Parquet can hold in other formats.
 Columns = dict[str, Cell]
-Record = tuple[str, Columns]  # Where the record stands, in words, and its columns.
-Table = tuple[list[str], Iterator[Record]]  # The names of the columns, and the records, read as they are asked for.
+Record = tuple[str, Columns]  # The location for messages ("FILE, row 3"), and the columns of the record.
+Table = tuple[list[str], Iterator[Record]]  # The names of the columns, and the records, which are read lazily.
 
-csv.field_size_limit(2**31 - 1)  # A cell may be longer than the 131,072 characters that Python reads, in logs too.
+csv.field_size_limit(2**31 - 1)  # Cells of data and logs may exceed Python's default of 131,072 characters.
 
 
 class UnreadableFile(Exception):
-    """A file without a single row to look at; its arguments are those of `Problems.add`."""
+    """No row of the file can be read; the arguments are those of `Problems.add`."""
 
 
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8, with or without a byte order mark. Raises UnreadableFile."""
     try:
-        # Without the translation of line ends, which may stand in cells.
+        # Bytes are decoded because text mode would translate line breaks, which cells may contain.
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise UnreadableFile(path, f"cannot be read ({error.strerror})", "Check the path and its permissions") from None
@@ -40,7 +40,7 @@ def read_text(path: Path) -> str:
 
 
 def split_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(line that it begins in, cells) of the header and of every row of a CSV but empty ones. Raises UnreadableFile."""
+    """(first line, cells) of the header and of every row of a CSV that is not empty. Raises UnreadableFile."""
     reader, start = csv.reader(io.StringIO(read_text(path), newline=""), strict=True), 1
     try:
         for cells in reader:
@@ -72,8 +72,8 @@ def read_csv_table(path: Path, problems: Problems) -> Table:
 
 
 def table_of(name: str | Path, rows: Sequence[Columns], lines: Sequence[int] = ()) -> Table:
-    """The table of rows, in which columns that only others have are None; `lines` where they begin. Raises
-    UnreadableFile."""
+    """The table of rows, with None for the columns that a row lacks; `lines` are the numbers of their first lines.
+    Raises UnreadableFile if there are no rows."""
     if not rows:
         raise UnreadableFile(name, "it is empty", "Give it at least one row")
     header = list(dict.fromkeys(key.strip() for row in rows for key in row))
@@ -128,23 +128,23 @@ DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+){0,2}(\[[\w:%]*\])?")
 
 
 def is_dataset(part: str) -> bool:
-    """Whether a part of DATA names a data set of the Hub, `org/name`, `org/name:config` or `org/name:config:split`, of
-    the latter a part such as `[:200]`: no file of that name is there, and it does not end as a file."""
-    # The disk is asked last: rows ask for the names of their files all the time, and these end as files.
+    """Whether a part of DATA names a data set of the Hub: `org/name`, `org/name:config` or `org/name:config:split`, the
+    split perhaps with a slice such as `[:200]`. Existing files and names with a file's ending are no data sets."""
+    # The file system is checked last because every row.id calls this, and most names have a file's ending.
     if not DATASET.fullmatch(part) or Path(part).suffix[1:].isalpha():
         return False
     return not os.path.exists(part) and not os.path.exists(ROOT / part)
 
 
 def read_dataset(name: str, split: str, problems: Problems) -> Table:
-    """The table of a data set of the Hub, of `split` where the name says none. Raises UnreadableFile."""
+    """The table of a data set of the Hub; `split` is used if the name has none. Raises UnreadableFile."""
     repository, _, rest = name.partition(":")
-    config, _, own = rest.partition(":")
+    config, _, named_split = rest.partition(":")
     try:
         import datasets  # late: it takes a second
 
-        rows = datasets.load_dataset(repository, config or None, split=own or split).to_list()
-    except Exception as error:  # it raises a dozen kinds, and their message is the answer
+        rows = datasets.load_dataset(repository, config or None, split=named_split or split).to_list()
+    except Exception as error:  # load_dataset raises a dozen types; each message tells the user what is wrong
         fix = "Write org/name:config:split, check the network and HF_TOKEN, or name files that exist"
         problem = f"no file of that name is there, and no data set could be loaded ({format_exception(error)})"
         raise UnreadableFile(name, problem, fix) from None

@@ -21,14 +21,14 @@ DEMO = {
 }
 DATE_COLUMNS = {"timestamp", "datetime", "date", "day", "time", "日時", "日付"}
 DATE = re.compile(r"\s*([0-9]{4})[-/]([0-9]{1,2})[-/]([0-9]{1,2})(?![0-9])")
-# In days or prompts: of fewer than LEAST_GROUPS none is held out; fewer than LEAST_HELD_OUT give no usable interval.
+# Days or prompts that DATA must have before any is held out, and the fewest that give a usable interval.
 LEAST_GROUPS, LEAST_HELD_OUT = 20, 5
-MOST_HELD_OUT = 64  # days or prompts that are held out, and rows that are evaluated
+MOST_HELD_OUT = 64  # limits both the days or prompts that are held out and the rows that are evaluated
 
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of a run that train, those that are evaluated, and how they were told apart."""
+    """The training rows and the held-out rows of a run, and the reason for this split."""
 
     train: list[Row]
     heldout: list[Row]
@@ -36,39 +36,39 @@ class Split:
 
 
 def demo_heldout(data: str) -> str | None:
-    """The held-out file of the project's training file that DATA names; None where DATA names anything else."""
+    """The held-out file that belongs to the demo file named by DATA; None if DATA names anything else."""
     return next((heldout for train, heldout in DEMO.items() if names_only(data, train)), None)
 
 
 def names_only(text: str, path: str) -> bool:
-    """Whether a setting such as DATA names this one file of the project, and nothing beside it."""
+    """Whether a setting such as DATA names exactly one file, the project's `path`."""
     if any(map(is_dataset, split_commas(text))):
         return False
     return [file.resolve() for file in find_files("DATA", text, Problems())] == [ROOT / path]
 
 
 def read_split(settings: Settings, problems: Problems) -> Split:
-    """Read DATA and the held-out rows; with EVAL_SAMPLES=0 all rows of DATA train."""
+    """Read DATA and the held-out rows; with EVAL_SAMPLES=0 nothing is held out."""
     rows = read_rows("DATA", settings.DATA, problems, settings.SYSTEM_PROMPT)
     if not settings.EVAL_SAMPLES:
-        return Split(rows, [], "EVAL_SAMPLES=0, all rows of DATA train")
+        return Split(rows, [], "EVAL_SAMPLES=0: all rows of DATA are training rows")
     if settings.EVAL_DATA is not None:
         heldout = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, settings.SYSTEM_PROMPT)
-        return Split(rows, heldout, f"the rows of EVAL_DATA ({settings.EVAL_DATA}), all rows of DATA train")
+        return Split(rows, heldout, f"EVAL_DATA ({settings.EVAL_DATA}) is held out, DATA is trained on")
     return hold_out(rows, settings.EVAL_SHARE)
 
 
 def hold_out(rows: Sequence[Row], share: float) -> Split:
-    """Hold out whole days of rows that carry a date, and whole prompts of others: neighbouring hours, and the same
-    prompt in several rows, give each other away.
+    """Hold out whole days of rows that carry a date, and whole prompts of other rows: a model that trained on an hour
+    knows something about the next one, and a prompt may stand in several rows.
 
-    The groups are ordered by a hash of the day or prompt alone, and the first ones are held out: all whose hash lies
-    below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. A group that was trained beside held-out ones
-    is never held out when others are added, because its place in the order can only move back. Of the held-out rows at
-    most MOST_HELD_OUT are evaluated, and none whose prompt is trained on another day.
+    Days or prompts are the groups. They are ordered by a hash of the day or prompt alone, and the first ones are held
+    out: all whose hash lies below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. Adding rows to DATA
+    never holds out a group that was trained on before, because it can only move back in this order. At most
+    MOST_HELD_OUT held-out rows are evaluated, and none whose prompt is in a training row as well.
     """
     if not share:
-        return Split(list(rows), [], "EVAL_SHARE=0, all rows of DATA train")
+        return Split(list(rows), [], "EVAL_SHARE=0: all rows of DATA are training rows")
     keys = [group_of(row) for row in rows]
     hashes = {key: hash_of(key) for key in keys}
     kinds = " and ".join(sorted({f"{kind}s" for kind, _ in hashes}))
@@ -79,13 +79,13 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     chosen = set(sorted(hashes, key=hashes.__getitem__)[:count])
     train = [row for row, key in zip(rows, keys, strict=True) if key not in chosen]
     trained = set(map(prompt_of, train))
-    apart = [row for row, key in zip(rows, keys, strict=True) if key in chosen and prompt_of(row) not in trained]
-    if not apart:
+    unseen = [row for row, key in zip(rows, keys, strict=True) if key in chosen and prompt_of(row) not in trained]
+    if not unseen:
         reason = f"none: the prompts of the {count} {kinds} that a hash chose are in other rows too"
         return Split(list(rows), [], reason)
-    evaluated = set(map(id, sorted(apart, key=lambda row: data_fingerprint([row]))[:MOST_HELD_OUT]))
-    heldout = [row for row in apart if id(row) in evaluated]
-    reason = f"{len(rows) - len(train)} rows of DATA do not train: {count} of its {len(hashes)} {kinds}"
+    evaluated = set(map(id, sorted(unseen, key=lambda row: data_fingerprint([row]))[:MOST_HELD_OUT]))
+    heldout = [row for row in unseen if id(row) in evaluated]
+    reason = f"{len(rows) - len(train)} rows of DATA are not trained on: {count} of its {len(hashes)} {kinds}"
     reason += f", chosen by a hash (EVAL_SHARE={share:g})"
     if len(heldout) < len(rows) - len(train):
         reason += f"; {len(heldout)} of them are evaluated"
@@ -93,13 +93,13 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
 
 
 def group_of(row: Row) -> tuple[str, str]:
-    """The group that a row is held out with: ("day", its date), or ("prompt", its prompt) where it carries no date."""
+    """The group with which a row is held out: ("day", its date), or ("prompt", its prompt) if it has no date."""
     date = date_of(row)
     return ("day", date) if date else ("prompt", prompt_of(row))
 
 
 def date_of(row: Row) -> str | None:
-    """The day of a row, such as 2025-09-01, from a column of DATE_COLUMNS that begins with a date; None without one."""
+    """The date of a row, such as 2025-09-01, from a cell in DATE_COLUMNS that begins with it; None without one."""
     for name, cell in row.columns.items():
         if name.lower() in DATE_COLUMNS and (match := DATE.match(str(cell))):
             year, month, day = match.groups()
@@ -108,7 +108,7 @@ def date_of(row: Row) -> str | None:
 
 
 def prompt_of(row: Row) -> str:
-    """A row's prompt as one text, without the system message, which SYSTEM_PROMPT may add."""
+    """A row's prompt as one text, without system messages: SYSTEM_PROMPT may have added one."""
     return json.dumps([message for message in row.messages if message[0] not in INSTRUCTING])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to rendered prompts, and the order in which a run asks them."""
+"""Renders the prompts of rows, and sets the order in which a run uses them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
 
 
 def opened_turn(prompt: str) -> str:
-    """What a rendered prompt already holds of the assistant's last message."""
+    """The begin of the assistant's message with which a rendered prompt ends, such as `<|channel|>final`."""
     return prompt.rpartition("<|start|>assistant")[2]
 
 
 def open_answer(prompt: str) -> str:
-    """A rendered prompt that ends in ANSWER_BEFORE, so that the next token names the action (DIRECT_ANSWERS). Raises
-    ValueError where it opens another channel."""
+    """Extend a rendered prompt so that it ends in ANSWER_BEFORE and the next token names the action (DIRECT_ANSWERS).
+    Raises ValueError if the prompt opens another channel."""
     opened = opened_turn(prompt)
     if not ANSWER_BEFORE.startswith(opened):
         raise ValueError(f"the prompt opens {opened[-80:]!r}, behind which {ANSWER_BEFORE!r} cannot stand")
@@ -38,9 +38,9 @@ def open_answer(prompt: str) -> str:
 
 
 def answer_of(row: Row, direct: bool = False) -> str | None:
-    """The completion that a row asks for, behind what its prompt has opened of it (`direct`: ANSWER_BEFORE): the
-    `answer` column (the text of the final channel, or from `<|channel|>` on all that the assistant writes), else its
-    best action; None where all are alike. Raises ValueError where the prompt opens another channel than the answer."""
+    """The correct completion of a row's prompt, or of the prompt that `open_answer` extended if `direct` is true. It is
+    the `answer` column, which holds the final channel's text or a whole turn from `<|channel|>` on, else the best
+    action; None if all actions are equal. Raises ValueError if prompt and answer open different channels."""
     answer, worth = row.columns.get("answer"), row.q or row.rewards
     text = "" if answer is None else str(answer).strip()
     if not text and len(set(worth)) < 2:
@@ -59,8 +59,8 @@ def answer_of(row: Row, direct: bool = False) -> str | None:
 def render(template: str, messages: Messages, effort: str, date: str) -> str:
     """A conversation rendered by a Hugging Face chat template, up to where the assistant begins.
 
-    As transformers' own renderer does it (a test compares the two), which would cost an import of torch. gpt-oss's
-    template writes today's date; here it gets `date`, so that a prompt never changes."""
+    The result equals that of transformers (a test compares them), but does not import torch. gpt-oss's template
+    writes today's date; here it writes `date`, so that a prompt never changes."""
     conversation = [{"role": role, "content": text} for role, text in messages]
     compiled = compile_template(template, date)
     return compiled.render(messages=conversation, reasoning_effort=effort, add_generation_prompt=True)
@@ -68,7 +68,7 @@ def render(template: str, messages: Messages, effort: str, date: str) -> str:
 
 @functools.cache
 def compile_template(template: str, date: str) -> jinja2.Template:
-    """A chat template that writes `date`; compiling takes as long as rendering a hundred prompts."""
+    """Compile a chat template that writes `date`; cached, because this takes as long as rendering a hundred prompts."""
     # Imported late, so that the preflight can name packages that are missing.
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
@@ -83,15 +83,15 @@ def compile_template(template: str, date: str) -> jinja2.Template:
     moment = time.strptime(date, "%Y-%m-%d")
     environment.globals["strftime_now"] = lambda form: time.strftime(form, moment)
     compiled = environment.from_string(template)
-    compiled.globals = dict(compiled.globals)  # as a ChainMap, copying them is a fifth of rendering a row
+    compiled.globals = dict(compiled.globals)  # jinja copies its ChainMap slowly: a fifth of rendering a row
     return compiled
 
 
 def render_rows(
     settings: Settings, rows: Sequence[Row], template: str | None, tokenizer: Path, problems: Problems
 ) -> tuple[list[Row], int]:
-    """The rows with their prompts rendered, and the longest prompt in tokens. Prompts over MAX_PROMPT_LEN are problems,
-    and so are a template or a tokenizer that fail: then the rows come back as they were, with 0."""
+    """The rows with their prompts rendered, and the longest prompt in tokens. A prompt longer than MAX_PROMPT_LEN is
+    a problem. So is a template or tokenizer that fails: then the rows are returned unchanged, with a length of 0."""
     where, rendered = f"MODEL_ID={settings.MODEL_ID}", []
     for row in with_progress("rendering prompts", rows, total=len(rows)):
         role, prompt = row.messages[0]
@@ -102,7 +102,7 @@ def render_rows(
                 return list(rows), 0
             try:
                 prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE)
-            except Exception as error:  # whatever a template raises, damaged or not
+            except Exception as error:  # a template may raise anything
                 problem = f"its chat template fails on {row.file}, row {row.number} ({format_exception(error)})"
                 problems.add(where, problem, "Download the model again, or write what its template takes")
                 return list(rows), 0
@@ -117,7 +117,7 @@ def render_rows(
         lengths = count_tokens(tokenizer, list(dict.fromkeys(row.prompt for row in rendered)))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a panic of its Rust code is no Exception
+    except BaseException as error:  # a panic in the Rust code of tokenizers is a BaseException
         problems.add(where, f"its tokenizer.json fails ({format_exception(error)})", "Download the model again")
         return list(rows), 0
     too_long = [row for row in rendered if lengths[row.prompt] > settings.MAX_PROMPT_LEN]
@@ -131,12 +131,12 @@ def render_rows(
     return rendered, max(lengths.values(), default=0)
 
 
-AT_ONCE = 1000  # prompts: what the tokenizer returns of one takes more memory than the row
+AT_ONCE = 1000  # prompts per batch: a prompt's encoding takes more memory than its row
 
 
 def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
-    """Tokens of each prompt. Raises what the tokenizers package raises for a file that it cannot use, which may be no
-    Exception."""
+    """The number of tokens of each prompt. Raises any error of tokenizers for an unusable file, even BaseExceptions
+    that are not Exceptions."""
     from tokenizers import Tokenizer  # late, as above
 
     loaded = Tokenizer.from_file(str(tokenizer))
@@ -151,8 +151,8 @@ def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
 def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
     """The first `count` row indices of an endless stream that shuffles `rows` rows again and again.
 
-    A function of `seed` alone: a resumed run continues the stream where it was, also in a later epoch, which a sampler
-    that shuffles once per epoch cannot (https://github.com/huggingface/trl/issues/7040). No row is ever left over."""
+    It depends on `seed` alone, so that a resumed run continues the stream even in a later epoch; a sampler that
+    shuffles once per epoch cannot (https://github.com/huggingface/trl/issues/7040). Each shuffle uses every row."""
     for done in range(0, count, rows):
         order = list(range(rows))
         random.Random(f"{seed}/{done // rows}").shuffle(order)
@@ -160,5 +160,5 @@ def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
 
 
 def sampling_seed(seed: int, step: int, stream: str) -> int:
-    """Seed of one generation: a function of SEED and the step, so that a resumed run samples what it would have."""
+    """The seed of one generation. It depends on SEED, step and stream alone: a resumed run samples the same tokens."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()[:8], "big") >> 1

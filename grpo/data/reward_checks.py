@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions before a run: they exist, the rows hold what they need, and garbage does not pay."""
+"""Checks of the reward functions before a run: they exist, rows hold what they need, and garbage does not pay."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from grpo.data.scoring import RewardError, total
 from grpo.settings import Problems, Settings, show
 
 Specs = Sequence[tuple[str, float]]  # (name, weight) of each reward function
-Trial = tuple[Row, list[list[float]]]  # a row, and the reward of each function for each answer to it, GARBAGE first
+Trial = tuple[Row, list[list[float]]]  # a row, and for each answer to it, GARBAGE first, the reward of each function
 SAMPLED = 64  # rows that reward functions are tried on before a run
 START = "<|start|>assistant"
 FINAL = START + ANSWER_BEFORE[:-1] + "{}" + ANSWER_AFTER[1:]
-# Answers that cannot be read: one that stopped before its final channel, and one that is empty there.
+# Answers without an action: the first ends before its final channel, the second has an empty one.
 GARBAGE = ("<|start|>assistant<|channel|>analysis<|message|>The load is<|return|>", FINAL.format(""))
 
 
@@ -31,7 +31,7 @@ def check_rewards(
     settings: Settings, text: str, rows: Sequence[Row], problems: Problems, tokenizer: Path | None = None
 ) -> tuple[list[tuple[str, float]], str | None]:
     """Checks that the reward functions of `text` exist, that the rows hold what they need, and that garbage does not
-    pay. Returns (name, weight) of each, and a warning about garbage, if any. `tokenizer`: see `try_rewards`."""
+    pay. Returns their (name, weight) and a warning about garbage or None. `tokenizer` is for `try_rewards`."""
     try:
         specs = scoring.reward_specs(text)
         for name, _ in specs:
@@ -39,17 +39,17 @@ def check_rewards(
     except ValueError as error:
         problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
         return [], None
-    known = len(problems)
+    problems_before = len(problems)
     check_columns({name for name, _ in specs}, rows, problems)
-    complete = len(problems) == known
+    has_columns = len(problems) == problems_before
     try:
-        # Without the columns that the project's own functions need, the user's are tried alone.
-        able = specs if complete else [spec for spec in specs if ":" in spec[0]]
-        trials = try_rewards(able, settings, rows, tokenizer)
+        # If the project's own functions lack their columns, only the user's functions are tried.
+        tried = specs if has_columns else [spec for spec in specs if ":" in spec[0]]
+        trials = try_rewards(tried, settings, rows, tokenizer)
     except RewardError as error:
         problems.append(str(error))
         return [], None
-    return specs, check_garbage(specs, trials, settings, problems) if complete else None
+    return specs, check_garbage(specs, trials, settings, problems) if has_columns else None
 
 
 def check_heldout(
@@ -61,21 +61,21 @@ def check_heldout(
     where: str = "EVAL_DATA",
     otherwise: str = "set EVAL_SAMPLES=0",
 ) -> None:
-    """Checks that the reward functions can score the held-out rows. `where` is what named these, `otherwise` what the
-    user may do instead of changing them."""
-    bare = next((row for row in rows if not row.rewards), None)
-    if bare and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
-        problems.add(f"{bare.file}, columns", no_actions(bare), f"Add them, or {otherwise}")
+    """Checks that the reward functions can score the held-out rows. In messages, `where` is the setting that names
+    these rows, and `otherwise` an alternative to changing them."""
+    unpaid = next((row for row in rows if not row.rewards), None)
+    if unpaid and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
+        problems.add(f"{unpaid.file}, columns", no_actions(unpaid), f"Add them, or {otherwise}")
         return
     check_answers([name for name, _ in specs], rows, problems)
     try:
         try_rewards(specs, settings, rows, tokenizer)
     except RewardError as error:
-        problems.add(where, str(error), f"Give these rows the columns of DATA, or {otherwise}")
+        problems.add(where, str(error), f"Give the held-out rows the columns that DATA has, or {otherwise}")
 
 
 def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> None:
-    """Checks that the rows hold what the reward functions of these names need, and something to learn."""
+    """Checks that the rows have the columns that these reward functions need, and that rewards differ by action."""
     first = {(row.file, bool(row.rewards)): row for row in reversed(rows)}
     if names & rewards.ACTION_REWARDS.keys():
         fix = "Add one per action, or choose other REWARDS, such as your own: REWARDS=my_module:my_function"
@@ -83,15 +83,15 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
             if not paid:
                 problems.add(f"{file}, columns", no_actions(row), fix)
     paid_rows = [row for row in rows if row.rewards]
-    without = [row for row in paid_rows if not row.q]
+    rows_without_q = [row for row in paid_rows if not row.q]
     if "shortfall" in names:
         fix = "Add the value of each action, or leave shortfall out of REWARDS"
-        for file in dict.fromkeys(row.file for row in without):
+        for file in dict.fromkeys(row.file for row in rows_without_q):
             problems.add(f"{file}, columns", "`shortfall` needs q_action_0, q_action_1, ...", fix)
     if "regret" in names:
         problem = "its rewards are no softmax (0 or more, with a sum of 1), so they do not tell its regret"
         fix = "Add the value of each action as q_action_k, or set REWARDS=action"
-        for row in {row.file: row for row in reversed(without) if not is_softmax(row.rewards)}.values():
+        for row in {row.file: row for row in reversed(rows_without_q) if not is_softmax(row.rewards)}.values():
             problems.add(f"{row.file}, row {row.number}", problem, fix)
     check_answers(names, rows, problems)
     if paid_rows and len(flat_rows(paid_rows)) == len(paid_rows) and names <= rewards.ACTION_REWARDS.keys():
@@ -100,7 +100,7 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
 
 
 def check_answers(names: Collection[str], rows: Sequence[Row], problems: Problems) -> None:
-    """Checks that every row has the answer that `gsm8k` compares with: only a few of them are tried."""
+    """Checks every row for the answer that `gsm8k` needs: `try_rewards` calls the function with a sample only."""
     for row in rows if "gsm8k" in names else ():
         if rewards.number_of(str(row.columns.get("answer", ""))) is None:
             where = f"{row.file}, row {row.number}, column answer"
@@ -109,17 +109,17 @@ def check_answers(names: Collection[str], rows: Sequence[Row], problems: Problem
 
 
 def is_softmax(row: Sequence[float]) -> bool:
-    """Whether rewards by action can be a softmax, as they are rounded in files."""
+    """Whether a row's rewards can be a softmax: not negative, with a sum of 1 but for the rounding in files."""
     return min(row) >= 0 and abs(math.fsum(row) - 1) <= 1e-3
 
 
 def tried_text(prompt: str, text: str) -> str:
-    """A whole turn such as FINAL's without the begin that a rendered prompt already holds."""
+    """The assistant's whole turn `text`, without the part that the rendered `prompt` already holds."""
     return text.removeprefix(rewards.assistant_turn(prompt, ""))
 
 
 def sample_rows(rows: Sequence[Row]) -> list[Row]:
-    """At most SAMPLED rows, about as many of each file, always the same ones."""
+    """At most SAMPLED rows, about equally many from each file; the choice is always the same."""
     files: dict[str, list[Row]] = {}
     for row in random.Random(0).sample(rows, len(rows)):
         files.setdefault(row.file, []).append(row)
@@ -128,8 +128,8 @@ def sample_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[int]], list[str]]:
-    """Tokens of completions, and the text that TRL decodes of them. Without a tokenizer.json these are their bytes, and
-    the text of the final channel, which is all that a model without channels writes."""
+    """Token ids of completions, and the texts that TRL decodes from them. Without a tokenizer.json the bytes stand in
+    for token ids, and the final channel's text for the decoded one."""
     if tokenizer is None:
         return [list(text.encode()) for text in texts], [rewards.final_channel(text) or "" for text in texts]
     from tokenizers import Tokenizer  # late, so that the preflight can name packages that are missing
@@ -140,17 +140,17 @@ def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[in
 
 
 def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer: Path | None = None) -> list[Trial]:
-    """The rewards that GARBAGE and every action earn in a sample of rows, NaN where a function leaves an answer out.
+    """The weighted rewards of GARBAGE and of every action in a sample of rows, NaN where a function returns None.
 
-    Rows without actions are asked for [0] and [1]. Each function is called once, as in training, with completions in
-    tokens of `tokenizer`, a tokenizer.json: a mistake costs a second here and an hour in a run. Raises
-    RewardError with what a function raised or returned."""
+    Rows without actions get the answers [0] and [1]. Each function is called once, as in training, with token ids of
+    `tokenizer`, a tokenizer.json: a mistake costs a second here and an hour in a run. Raises RewardError if a
+    function raises something or returns no rewards."""
     if not rows:
         return []
     answers = {n: [*GARBAGE, *(FINAL.format(f"[{k}]") for k in range(n or 2))] for n in {len(r.rewards) for r in rows}}
     sample = sample_rows(rows)
     pairs = [
-        # Rows that were not rendered, for want of a tokenizer or a template, have a prompt that only begins the answer.
+        # Rows stay unrendered without a tokenizer or a template: their prompt becomes START alone.
         (row if row.prompt else dataclasses.replace(row, prompt=START), text)
         for row in sample
         for text in answers[len(row.rewards)]
@@ -176,17 +176,17 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
 def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, problems: Problems) -> str | None:
     """Checks that an unreadable answer earns less than a row's worst action, on average over the rows of `trials`.
 
-    Where it does not, that is a problem, or a warning (returned) where the user set INVALID_REWARD, or where REWARDS do
-    not look at actions: every action of a row earns the same. An answer that all functions leave out has no advantage,
-    as if it earned the mean of the row's actions."""
+    Otherwise it adds a problem, or returns a warning in two cases: the user set INVALID_REWARD, or all actions of a row
+    earn the same, because REWARDS do not depend on them. An answer for which all functions return None counts as the
+    mean of the row's actions, since it gets no advantage."""
     worst: list[float] = []
-    alike = True  # whether all actions of each row earn the same
-    kinds: list[list[tuple[float, Sequence[float]]]] = [[] for _ in GARBAGE]  # (worth, reward of each function) by row
+    all_alike = True  # whether all actions of each row earn the same
+    kinds: list[list[tuple[float, Sequence[float]]]] = [[] for _ in GARBAGE]  # (sum, reward of each function) by row
     for row, answers in trials:
         earned = [value for value in map(total, answers[len(GARBAGE) :]) if not math.isnan(value)]
         if row.rewards and earned:
             worst.append(min(earned))
-            alike = alike and max(earned) == min(earned)
+            all_alike = all_alike and max(earned) == min(earned)
             for kind, scores in zip(kinds, answers, strict=False):
                 kind.append((fmean(earned) if math.isnan(total(scores)) else total(scores), scores))
     if not worst:
@@ -195,16 +195,16 @@ def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, pro
             fix = "Return numbers; None leaves an answer out, and there is nothing to learn from"
             problems.add("REWARDS", problem, fix)
         return None
-    kind = max(kinds, key=lambda kind: fmean(worth for worth, _ in kind))
-    most, least = fmean(worth for worth, _ in kind), fmean(worst)
-    if most < least:
+    kind = max(kinds, key=lambda kind: fmean(reward for reward, _ in kind))
+    paid, least = fmean(reward for reward, _ in kind), fmean(worst)
+    if paid < least:
         return None
     means = [total(scores) / len(kind) for scores in zip(*(scores for _, scores in kind), strict=True)]
     parts = ", ".join(f"{name} {value:.3g}" for (name, _), value in zip(specs, means, strict=True))
-    problem = f"an unreadable answer earns {most:.3g} on average ({parts}), a row's worst action {least:.3g}"
+    problem = f"an unreadable answer earns {paid:.3g} on average ({parts}), a row's worst action {least:.3g}"
     if settings.INVALID_REWARD is not None:
         return f"INVALID_REWARD={show(settings.INVALID_REWARD)}: {problem}, so a run may learn garbage"
-    if alike:
+    if all_alike:
         fix = "Add action or regret to REWARDS if [k] is the answer that is wanted"
         return f"REWARDS: {problem}, and all actions of a row earn the same: a run may learn to answer none. {fix}"
     own = " and ".join(name for name, _ in specs if name not in rewards.ACTION_REWARDS)

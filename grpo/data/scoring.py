@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions: loaded, and called with what TRL 1.16 gives them, by checks, training and evaluation alike."""
+"""Loads and calls reward functions as TRL 1.16 does; checks, training and evaluation all use it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
 
 Reward = Callable[..., list[float | None]]
 # The arguments that every reward function gets beside the columns.
-GIVEN = RESERVED_ARGUMENTS - {"prompt", "completion", "environments"}
+TRL_ARGUMENTS = RESERVED_ARGUMENTS - {"prompt", "completion", "environments"}
 
 
 def reward_specs(text: str) -> list[tuple[str, float]]:
@@ -49,12 +49,12 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
 
 
 class RewardError(RuntimeError):
-    """A reward function raised something, or returned what are no rewards; the message names it."""
+    """A reward function raised an exception or returned something else than rewards; the message names it."""
 
 
 def load_reward(name: str) -> Callable[..., Any]:
-    """The reward function `name` of rewards.py, or `module:function` from any package or the current folder, which is
-    looked into last. Raises ValueError."""
+    """The reward function `name` of rewards.py, or `module:function` from an installed package or else from the current
+    folder. Raises ValueError."""
     module, colon, function = name.partition(":")
     if not colon:
         if name in rewards.REWARD_FUNCTIONS:
@@ -67,7 +67,7 @@ def load_reward(name: str) -> Callable[..., Any]:
         reward = getattr(importlib.import_module(module), function)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # Whatever the user's module raises is the answer to give.
+    except BaseException as error:  # A user's module may raise anything, SystemExit included.
         raise ValueError(f"{name!r} cannot be loaded: {format_exception(error)}") from None
     if not callable(reward):
         raise ValueError(f"{name!r} is no function")
@@ -75,8 +75,8 @@ def load_reward(name: str) -> Callable[..., Any]:
 
 
 def error_place(error: BaseException, module: str) -> str:
-    """Where in the user's `module` an exception was raised, else where in any other file: ` (my_rewards.py, line 3)`.
-    It is empty where the function was not even entered."""
+    """Where an exception was raised, such as ` (my_rewards.py, line 3)`: the last line in the user's `module`, or in
+    any file if it is not there. It is empty if the call itself failed."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is the call in this file
     file = getattr(sys.modules.get(module), "__file__", None)
     frames = [frame for frame in frames if frame.filename == file] or frames
@@ -84,33 +84,33 @@ def error_place(error: BaseException, module: str) -> str:
 
 
 def total(scores: Sequence[float]) -> float:
-    """Their sum as TRL's: those that are NaN are left out, and NaN where all are."""
+    """The sum of the scores that are not NaN, as in TRL; NaN if all are."""
     kept = [score for score in scores if not math.isnan(score)]
     return math.fsum(kept) if kept else math.nan
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion as rewards and logs see it."""
+    """A completion with everything that reward functions and logs need."""
 
     row: Row
     text: str  # as the model wrote it, special tokens included
-    action: int | None  # None too where the row has no actions
+    action: int | None  # None if it names no action, or if the row has none
     tokens: int
     truncated: bool
-    decoded: str | Conversation = ""  # as TRL hands it to reward functions, see `read_completion`
+    decoded: str | Conversation = ""  # what reward functions get in TRL, see `read_completion`
 
     @property
     def turn(self) -> str:
-        """The assistant's turn, with what the prompt opened of it."""
+        """The assistant's whole turn: the part that the prompt holds, and the completion."""
         return rewards.assistant_turn(self.row.prompt, self.text)
 
 
 def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: bool) -> Completion:
-    """The completion of a row, given its text with special tokens and without them (`plain`).
+    """The completion of a row, given its `text` with special tokens and its `plain` text without them.
 
-    As in TRL 1.16 (GRPOTrainer._generate), functions get `plain`, or where the prompt is a list of messages a list of
-    one message with it."""
+    As in TRL 1.16 (GRPOTrainer._generate), reward functions get `plain`, wrapped into a list of one message if the
+    prompt is a list of messages."""
     turn = rewards.assistant_turn(row.prompt, text)
     action = rewards.parse_action(turn, len(row.rewards)) if row.rewards else None
     is_text = isinstance(data_prompt(row), str)
@@ -124,10 +124,10 @@ def read_completions(
     rows: Sequence[Row],
     completion_ids: Sequence[Sequence[int]],
 ) -> list[Completion]:
-    """What the completions of `rows` say, decoded by a tokenizer of transformers, which this light room cannot name.
+    """Decode the completions of `rows`, with their special tokens and without. `tokenizer` is one of transformers,
+    whose type is not named because this module does not import it.
 
-    They are decoded with their special tokens and without. Truncated is one that ended without one of the `stops` or
-    padding: the same rule as TRL's clipped ratio and mask."""
+    A completion is truncated if its last token is neither in `stops` nor padding: TRL's rule for its clipped ratio."""
     ends = {*stops, tokenizer.pad_token_id}
     ids_lists = [list(ids) for ids in completion_ids]
     texts, plain = (tokenizer.batch_decode(ids_lists, skip_special_tokens=skipped) for skipped in (False, True))
@@ -138,7 +138,7 @@ def read_completions(
 
 
 def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
-    """The rewards that function `name` returned for `count` completions. Raises RewardError where they are none."""
+    """The `values` that function `name` returned for `count` completions. Raises RewardError if they are no rewards."""
     returned = f"REWARDS: {name} returned"
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence):
@@ -155,25 +155,25 @@ def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
 
 
 def is_called_by_keyword(function: Callable[..., Any]) -> bool:
-    """Whether a function of the user's is called as TRL does it, all by keyword; else its first argument has a name of
-    its own, and gets the completions."""
+    """Whether a user's function is called by keyword alone, as in TRL. If the name of its first argument is not one of
+    TRL's, it gets the completions by position."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # built into Python, without a signature
         return True
     positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return not positional or positional[0] in GIVEN or "completions" in parameters
+    return not positional or positional[0] in TRL_ARGUMENTS or "completions" in parameters
 
 
 def reward_callable(name: str, settings: Settings, title: str | None = None) -> Reward:
-    """A reward function, `async` or not, as `score` calls it: named `title` for the logs, given INVALID_REWARD, its
-    errors named.
+    """A wrapper for a reward function, `async` or not, that `score` can call. It has the name `title` for the logs,
+    passes INVALID_REWARD and raises RewardError for any error.
 
-    One of the user's is called by keyword with what TRL gives it. The project's own, and the user's with a first
-    argument of another name than TRL's, get the completions with their special tokens there."""
-    function, own = load_reward(name), ":" in name
+    A user's function is called by keyword as in TRL. The project's own functions, and a user's function whose first
+    argument has a name that TRL does not use, get completions with special tokens as their first argument."""
+    function, is_users = load_reward(name), ":" in name
     options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
-    by_keyword = own and is_called_by_keyword(function)
+    by_keyword = is_users and is_called_by_keyword(function)
 
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
         texts = completions if by_keyword else columns.get("raw_completions", completions)
@@ -184,7 +184,7 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit too: it would end the run as if it were complete
-            place = error_place(error, name.partition(":")[0]) if own else ""
+            place = error_place(error, name.partition(":")[0]) if is_users else ""
             raise RewardError(f"REWARDS: {name} raised {format_exception(error)}{place}") from error
         return checked_rewards(name, values, count)
 
@@ -193,18 +193,18 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
 
 
 def is_by_action(name: str) -> bool:
-    """Whether the reward function `name` of REWARDS depends on the row and the answered action alone, so that the
-    reward of every action can be looked up: those in ACTION_REWARDS, and the user's with the attribute `by_action`."""
+    """Whether the reward function `name` depends on the row and the answered action alone, so that the rewards of all
+    actions can be tabulated: those in ACTION_REWARDS, and a user's with a true attribute `by_action`."""
     if ":" not in name:
         return name in rewards.ACTION_REWARDS
     try:
         return bool(getattr(load_reward(name), "by_action", False))
-    except ValueError:  # The checks of the rewards report it.
+    except ValueError:  # `check_rewards` reports it.
         return False
 
 
 def reward_titles(names: Sequence[str]) -> list[str]:
-    """The names of reward functions in logs and columns: their own where no other has it, else with the module."""
+    """The names of reward functions in logs and columns: with the module only if two functions have the same name."""
     short = [name.rpartition(":")[2] for name in names]
     return [name if short.count(last) > 1 else last for name, last in zip(names, short, strict=True)]
 
@@ -216,12 +216,12 @@ def load_rewards(specs: Sequence[tuple[str, float]], settings: Settings) -> list
 
 
 def first_state(total_steps: int) -> types.SimpleNamespace:
-    """What reward functions read of transformers' TrainerState, before the first step: for calls without a trainer."""
+    """A stand-in for transformers' TrainerState before the first step, for calls without a trainer."""
     return types.SimpleNamespace(epoch=0, global_step=0, max_steps=total_steps, log_history=[])
 
 
 def log_nothing(name: str, value: Any) -> None:
-    """TRL's `log_extra` and `log_metric` outside of training."""
+    """Stands in for TRL's `log_extra` and `log_metric` outside of training."""
 
 
 def score(
@@ -233,17 +233,17 @@ def score(
     log_extra: Callable[..., None] = log_nothing,
     log_metric: Callable[..., None] = log_nothing,
 ) -> list[list[float]]:
-    """The reward of each function for each completion (N, F), NaN for None. Each function is called once, by the
-    arguments that TRL gives it.
+    """Call each function once, with TRL's arguments. Returns the rewards by completion and function (N, F), NaN for
+    None.
 
-    `ids` are the completions' tokens; `columns` are the names of all columns, which a row of another file has as None.
+    `ids` are the completions' tokens. `columns` are the names of all columns; a row that lacks one has None there.
     """
     cells = [reward_columns(completion.row) for completion in completions]
     turns = [completion.turn for completion in completions]
 
     def arguments() -> dict[str, Any]:
-        """Values of its own for each function: one that changes them in place changes nothing for the next. Tokens are
-        numbers, and a step has too many of them for `deepcopy`."""
+        """Fresh copies of the arguments, so that a function that changes them in place does not affect the next one.
+        Token ids are copied as lists of numbers, because `deepcopy` is too slow for them."""
         shared = {name: [row.get(name) for row in cells] for name in columns}
         shared["prompts"] = [data_prompt(completion.row) for completion in completions]
         shared["completions"] = [completion.decoded for completion in completions]
@@ -262,15 +262,15 @@ def score(
 
 
 def is_answer(completion: Completion) -> bool:
-    """Whether a completion names an action where its row has some; else whether its final channel holds text."""
+    """Whether a completion names an action or, if its row has no actions, whether its final channel holds text."""
     if completion.row.rewards:
         return completion.action is not None
     return bool((rewards.final_channel(completion.turn) or "").strip())
 
 
 def completion_rates(completions: Sequence[Completion]) -> dict[str, float]:
-    """Parse rate, best-action rate, clipped ratio and lengths of some completions: columns of metrics.csv. A held-out
-    evaluation takes the last three of them, and all else from `rewards.score_probabilities` or `score_values`."""
+    """Columns of metrics.csv for these completions: parse rate, best-action rate, clipped ratio and lengths in tokens.
+    A held-out evaluation uses the last three; its other figures come from `score_probabilities` or `score_values`."""
     acted = [(completion.row.rewards, completion.action) for completion in completions]
     count, lengths = len(completions), [completion.tokens for completion in completions]
     return {

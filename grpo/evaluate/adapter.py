@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter that a command is given: the settings of its run, its files, and its base model's."""
+"""Reads and checks the adapter that a command line names: its run's settings, its files and its base model's."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from grpo.run.best import adapter_fault
 from grpo.run.layout import SETTINGS
 from grpo.settings import Problems, Settings, load_settings, show
 
-# Settings that come from the record of the adapter's run; all others come from this command's environment.
+# Settings that are taken from the record of the adapter's run; all others come from the command's environment.
 RECORDED = (
     "MODEL_ID", "TASK", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA",
     "EVAL_SAMPLES", "EVAL_EXACT", "SYSTEM_PROMPT", "DIRECT_ANSWERS",
 )  # fmt: skip
-# Recorded too, but other rows than the run's may need others.
+# These are recorded too, but the environment may replace them, because other rows may need other values.
 REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD")
 
 
 def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment with what settings.json of the adapter's folder (or of the run that a checkpoint lies in) says,
-    of REPLACEABLE only those that are not set; where there is none, with the base model that adapter_config.json names,
-    if MODEL_ID is not set. REWARDS is what `auto` was in the run."""
+    """The environment, updated from settings.json in the adapter's folder or in the run that a checkpoint lies in:
+    RECORDED settings replace it, REPLACEABLE ones fill in those that are not set. Without settings.json, MODEL_ID is
+    filled in from adapter_config.json. REWARDS=auto becomes the functions that the run chose."""
     for path in (adapter, adapter.resolve().parent) if adapter else ():
         try:
             record = read_json(path / SETTINGS)
@@ -47,17 +47,17 @@ def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[
 
 
 def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Settings, Problems]:
-    """The settings of the adapter's run with the `changes` that are not None, and what is wrong with them or with the
+    """The settings of the adapter's run with the non-empty `changes`, and the problems of these settings and of the
     adapter's files."""
-    kept = {name: value for name, value in changes.items() if value}
-    settings, _, problems = load_settings(recorded_settings(adapter, os.environ) | kept)
+    replaced = {name: value for name, value in changes.items() if value}
+    settings, _, problems = load_settings(recorded_settings(adapter, os.environ) | replaced)
     if adapter:
         check_adapter(adapter, problems)
     return settings, problems
 
 
 def check_adapter(adapter: Path, problems: Problems) -> None:
-    """The files of an adapter are there, and its weights undamaged where its folder says what they were."""
+    """Checks that an adapter's files exist, and that its weights match the checksum in its folder, if there is one."""
     fix = "Name a run's folder, its best/, or a checkpoint"
     if not adapter.is_dir():
         problems.add(str(adapter), "there is no such folder", fix)
@@ -69,8 +69,8 @@ def check_adapter(adapter: Path, problems: Problems) -> None:
 
 
 def check_model(settings: Settings, adapter: Path | None, machine: Machine, problems: Problems) -> ModelFiles | None:
-    """The files of MODEL_ID; None where there are problems, which are added."""
-    # Without its adapter there is nothing to look up: the base model may be another one than the default.
+    """The files of MODEL_ID; None after a problem."""
+    # If the adapter is missing, so is the name of its base model: the default need not be the right one.
     if adapter and missing_files(adapter):
         return None
     files = find_model(settings.MODEL_ID, problems)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking an adapter, and the commands that serve it with vLLM; for scripts/ask.py."""
+"""Asks an adapter, and prints the commands that serve it with vLLM; for scripts/ask.py."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from grpo.rollout.engine import vllm_modules
 from grpo.settings import InputError, Problems, Settings
 
 EXAMPLE = "Which one? Answer [0] or [1]."
-ANSWER = ("action", "completion")  # columns of an answer, behind those of its row
+ANSWER = ("action", "completion")  # columns of an answer, which follow the columns of its row
 URL = "http://localhost:8000/v1/completions"
 
 
 def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -> list[Row]:
-    """The rows of --csv, or one of the prompt: rendered, or the user's message below --system. `system` is the run's,
-    for those without their own."""
+    """The rows of --csv, or a single row with the prompt, which is rendered or a user's message below --system.
+    `system` is the run's system message, the default."""
     if options.csv:
         return read_csv(options.csv, problems, options.system or system, rewards=False)
     prompt = EXAMPLE if options.prompt is None else options.prompt
@@ -45,7 +45,7 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row
     """(settings of the adapter's run, files of its base model, rendered prompts) for the `options` of scripts/ask.py.
     Raises InputError."""
     s, problems = load_run_settings(options.adapter, MODEL_ID=options.model)
-    # Where it is only served, the GPU is that of another machine.
+    # --serve only prints commands, which may run on another machine with a GPU.
     machine = Machine(gpus=1) if options.serve else read_machine()
     files = check_model(s, options.adapter, machine, problems)
     rows = read_prompts(options, s.SYSTEM_PROMPT, problems)
@@ -57,8 +57,8 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row
 
 
 def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The columns of every prompt's row with `action` (None: there is none to read) and `completion`, special tokens
-    included. `options` are those of scripts/ask.py. Raises InputError before anything takes time."""
+    """The columns of every prompt's row with `action` (None if the answer names none) and `completion`, special tokens
+    included. `options` are those of scripts/ask.py. Raises InputError before the model is loaded."""
     s, files, rows = prepare(options)
     s = dataclasses.replace(s, EVAL_TEMPERATURE=options.temperature)
     model = start_model(s, files, options.adapter, read_machine(), use_vllm=False)
@@ -74,8 +74,8 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def as_csv(answers: Sequence[dict[str, Any]]) -> str:
-    """The answers as a CSV: lists and objects, which JSON lines and Parquet may hold, in JSON, and half a character,
-    which is no UTF-8, by its number."""
+    """The answers as a CSV. Lists and objects, which JSON lines and Parquet may hold, are written as JSON, and lone
+    surrogates, which UTF-8 cannot encode, as escapes."""
     text = io.StringIO()
     writer = csv.DictWriter(text, answers[0])
     writer.writeheader()
@@ -88,7 +88,7 @@ def as_csv(answers: Sequence[dict[str, Any]]) -> str:
 
 
 def serve_commands(options: argparse.Namespace) -> str:
-    """A command that serves the adapter with vLLM, and one that asks it the prompt as the run rendered it. Raises
+    """Two commands as text: vLLM serves the adapter, and curl sends it the prompt as the run rendered it. Raises
     InputError."""
     s, files, rows = prepare(options)
     adapter, path = options.adapter.resolve(), s.MODEL_ID
@@ -96,13 +96,13 @@ def serve_commands(options: argparse.Namespace) -> str:
         path = str(files.folder.resolve())
     name = adapter.name if adapter.name != "best" else adapter.parent.name
     rank = vllm_rank(read_json(adapter / CONFIG)["r"])
-    # The completions endpoint takes the prompt as it is: the chat endpoint would render it with today's date.
+    # The completions endpoint takes a rendered prompt; the chat endpoint would render it again, with today's date.
     body = {
         "model": name,
         "prompt": rows[0].prompt,
-        "max_tokens": 1 if s.DIRECT_ANSWERS else s.MAX_COMPLETION_LEN,  # with the former, one token names the action
+        "max_tokens": 1 if s.DIRECT_ANSWERS else s.MAX_COMPLETION_LEN,  # a direct answer is a single token
         "temperature": options.temperature,
-        "skip_special_tokens": False,  # they tell the final channel from the reasoning
+        "skip_special_tokens": False,  # special tokens separate the final channel from the reasoning
     }
     serve = [
         f"vllm serve {shlex.quote(path)}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter, its base model or both are evaluated without a run; for scripts/evaluate.py."""
+"""Evaluates an adapter, its base model or both without a run; for scripts/evaluate.py."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from grpo.settings import InputError, Problems, Settings
 from grpo.tasks.simulator import load_simulator
 
 
-def asked_models(options: argparse.Namespace) -> tuple[str, ...]:
-    """Which models the options ask for: the adapter or, without one, its base model, or both."""
+def requested_models(options: argparse.Namespace) -> tuple[str, ...]:
+    """The names of the models that the options request: the adapter, or the base model if none is named, or both."""
     if options.base_too:
         return "base", "trained"
     return ("trained",) if options.run else ("base",)
 
 
 def read_settings(options: argparse.Namespace) -> tuple[Settings, Problems]:
-    """The settings of the adapter's run with those of the options, and what is wrong with them."""
+    """The settings of the adapter's run, updated by the options, and their problems."""
     s, problems = load_run_settings(options.run, MODEL_ID=options.model, REWARDS=options.rewards)
     return dataclasses.replace(s, EVAL_SAMPLES=options.samples or s.EVAL_SAMPLES or 1), problems
 
 
 def output_path(options: argparse.Namespace, name: str, problems: Problems) -> Path:
-    """The file of --out, or evaluation-`name`.json in the adapter's folder; where it cannot be written is a problem."""
+    """The file of --out, or evaluation-`name`.json in the adapter's folder. Adds a problem if it is not writable."""
     path: Path = options.out or (options.run or Path()) / f"evaluation-{name}.json"
-    if options.out or not problems:  # a folder that is no adapter's has its own problem already
+    if options.out or not problems:  # a missing adapter was already reported, so its folder need not be
         check_writable(path, problems)
     return path
 
 
 def choose_engine(s: Settings, machine: Machine) -> tuple[bool, str]:
-    """Whether vLLM generates, and a text for the log that says why."""
+    """Whether vLLM generates, and the reason as text for the log."""
     vllm = installed_versions(["vllm"])["vllm"]
     use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, s.MODEL_ID == "tiny", vllm, s.DIRECT_ANSWERS)
     return use_vllm, f"{'vLLM' if use_vllm else 'transformers'}: {why}"
@@ -76,7 +76,7 @@ def simulate(options: argparse.Namespace) -> tuple[str, Path]:
     record = simulator.new_record(plan, s, s.EVAL_SAMPLES, exact)
     print(f"{s.MODEL_ID}, {plan.reason}, {'exact' if exact else 'sampled'}: {how}; {engine}", flush=True)
     model = start_model(s, files, options.run, machine, use_vllm, plan.opening_prompts() * s.EVAL_SAMPLES)
-    for name in asked_models(options):
+    for name in requested_models(options):
         simulator.run(plan, record, name, ModelResponder(model, name == "base"))
     write_named(path, json.dumps(record, indent=1) + "\n")
     return simulator.table(record), path
@@ -92,7 +92,7 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     rows = read_rows("--data", ",".join(options.data), problems, s.SYSTEM_PROMPT)
     path = output_path(options, label(rows[0].file).replace("/", "-") if rows else "rows", problems)
     requested, _ = choose_rewards(s.REWARDS, rows)
-    specs, _ = check_rewards(s, requested, [], problems)  # that these functions exist
+    specs, _ = check_rewards(s, requested, [], problems)  # without rows this checks only that the functions exist
     machine, longest = read_machine(), 0
     files = check_model(s, options.run, machine, problems)
     if files and files.tokenizer and not problems:
@@ -120,6 +120,6 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     functions = load_rewards(specs, s)
     names, weights = [function.__name__ for function in functions], [weight for _, weight in specs]
     evaluation = HeldoutEvaluation(model, rows, exact, names, functions, weights, first_state(s.TOTAL_STEPS))
-    evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in asked_models(options)])
+    evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in requested_models(options)])
     write_named(path, json.dumps(results, indent=1) + "\n")
     return table(results), path

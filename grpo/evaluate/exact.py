@@ -18,7 +18,7 @@ from grpo.model.load import evaluating
 from grpo.phases import with_progress
 
 ANSWER = ANSWER_BEFORE + "{}" + ANSWER_AFTER
-BATCH_TOKENS = 4096  # that go through the model at once
+BATCH_TOKENS = 4096  # tokens that go through the model at once
 
 
 Chooser = Callable[[Sequence[Sequence[int]], float, Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
@@ -27,9 +27,9 @@ Chooser = Callable[[Sequence[Sequence[int]], float, Sequence[int]], tuple[torch.
 def direct_probabilities(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], actions: int, temperature: float, choose: Chooser
 ) -> np.ndarray:
-    """(N, K): the probability of the token of each of K `actions` behind each of N prompts that end in ANSWER_BEFORE
-    (DIRECT_ANSWERS); at a temperature of 0 the likeliest token's is 1. What is left of 1 names no action. Equal prompts
-    are asked once. `choose(prompt_ids, temperature, tokens)` is `choose_tokens` of a model."""
+    """(N, K): the probability that the next token names each of K `actions`, for N prompts that end in ANSWER_BEFORE
+    (DIRECT_ANSWERS). At a temperature of 0 the likeliest token has probability 1. A row may sum to less than 1, as
+    other tokens name no action. Equal prompts are computed once. `choose` is `choose_tokens` of a model."""
     position = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts))}
     rows = tokenizer(text=list(position))["input_ids"]
     _, probabilities = choose(rows, temperature, action_tokens(tokenizer, actions))
@@ -40,9 +40,9 @@ def direct_probabilities(
 def answer_probabilities(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], temperature: float, actions: int
 ) -> np.ndarray:
-    """(N, K): the probability of ANSWER for each of K `actions` after each of N prompts, sampled at `temperature`; at 0
-    the greedy answer's is 1. What is left of 1 is no such answer. `model` is a gpt-oss, its adapter inside or not; on a
-    CPU it is computed in float32. Equal prompts are asked once."""
+    """(N, K): the probability of ANSWER for each of K `actions` after each of N prompts, at a sampling `temperature`;
+    at 0 the greedy answer has probability 1. A row may sum to less than 1, as there are other answers. `model` is a
+    gpt-oss with or without an adapter; on a CPU it computes in float32. Equal prompts are computed once."""
     position = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts))}
     rows = tokenizer(text=list(position))["input_ids"]
     answers = tokenizer(text=[ANSWER.format(k) for k in range(actions)], add_special_tokens=False)["input_ids"]
@@ -61,14 +61,14 @@ def answer_probabilities(
 def answer_logps(
     model: PreTrainedModel, prompts: Sequence[list[int]], answers: Sequence[list[int]], temperature: float
 ) -> torch.Tensor:
-    """(B, K) float64: the log-probabilities of K `answers` after each of B prompts, all as token ids. What the answers
-    begin with alike goes through the model with the prompt; behind its cache follow their tails."""
+    """(B, K) float64: the log-probabilities of K `answers` after each of B prompts, all as token ids. Prompt and
+    common prefix of the answers go through the model once; their tails follow in a second pass with its cache."""
     common, device = list(os.path.commonprefix(list(answers))), model.device
     tails, width = [answer[len(common) :] for answer in answers], max(map(len, prompts)) + len(common)
     begins = [[*prompt, *common] for prompt in prompts]
     ids = torch.tensor([[0] * (width - len(begin)) + begin for begin in begins], device=device)
     mask = torch.tensor([[0] * (width - len(begin)) + [1] * len(begin) for begin in begins], device=device)
-    cache = DynamicCache()  # Without a config every layer keeps all, and the masks say how far a layer looks.
+    cache = DynamicCache()  # Without a config every layer caches all tokens; the masks apply the sliding window.
     out = model.model(
         input_ids=ids,
         attention_mask=mask,
@@ -77,8 +77,8 @@ def answer_logps(
         use_cache=True,
     )
     logps = token_logps(model, out.last_hidden_state[:, -len(common) - 1 :], temperature)  # (B, C + 1, V)
-    alike = logps[:, range(len(common)), common].sum(1, keepdim=True)
-    sums = alike + logps[:, -1, [tail[0] for tail in tails]]
+    prefix = logps[:, range(len(common)), common].sum(1, keepdim=True)
+    sums = prefix + logps[:, -1, [tail[0] for tail in tails]]
     cache.batch_repeat_interleave(len(tails))
     longest = max(map(len, tails))
     ids = torch.tensor([tail + [0] * (longest - len(tail)) for tail in tails], device=device).repeat(len(prompts), 1)
@@ -93,8 +93,8 @@ def answer_logps(
 
 
 def token_logps(model: PreTrainedModel, states: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities (B, T, V) of the tokens after hidden states (B, T, D); at a temperature of 0 the likeliest
-    one's is 0."""
+    """Log-probabilities (B, T, V) of the next tokens from hidden states (B, T, D); 0 for the likeliest at temperature 0
+    (and -inf for the others)."""
     logits = model.lm_head(states).double()
     if temperature == 0:
         likeliest = logits.argmax(-1, keepdim=True)

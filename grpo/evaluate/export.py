@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter merged into its base model: a checkpoint that opens without this project; for scripts/export.py."""
+"""Merges an adapter into its base model, to a checkpoint that loads without this project; for scripts/export.py."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ CONFIG = "config.json"
 
 
 class Merged:
-    """The tensors of the checkpoint in the folder `base` by name, with the adapter's added: W + scale * B @ A in
-    float32, rounded once, to the nearest BF16. Memory holds one tensor and the adapter. Raises InputError for an
-    adapter that is not finite."""
+    """The tensors of the checkpoint in the folder `base`, merged with an adapter: W + scale * B @ A is computed in
+    float32 and rounded once, to the nearest BF16. Memory holds one tensor and the adapter. Raises InputError if the
+    adapter is not finite."""
 
     def __init__(self, base: Path, adapter: Path, scale: float) -> None:
         self.base = base
@@ -49,16 +49,16 @@ class Merged:
         self.elements = 0
 
     def stored(self, name: str) -> torch.Tensor:
-        """The tensor as the base has it."""
+        """The tensor of the base checkpoint, unmerged."""
         with safe_open(self.shard_of[name], "pt") as file:
             return file.get_tensor(name)
 
     def add(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` (out, in), or (E, in, out) of experts, to which was added what the adapter has for it."""
+        """Merge the adapter into `weight`, (out, in) or for experts (E, in, out), in place, and return it."""
         if name not in self.factors:
             return weight
         (a, b), matrices = self.factors[name], weight.mT if weight.dim() == 3 else weight[None]
-        # A holds the rows of one expert after those of another, B their columns by turns.
+        # The rows of A are sorted by expert; the columns of B alternate between experts.
         every_a, every_b = a.view(len(matrices), -1, a.shape[1]), b.view(len(b), -1, len(matrices)).unbind(2)
         for matrix, own_a, own_b in zip(matrices, every_a, every_b, strict=True):
             wide = matrix.float()
@@ -68,29 +68,29 @@ class Merged:
         return weight
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor in the base's own format; merged where the adapter changes it."""
-        weight = self.stored(name)  # the base's own file, mapped
+        """The merged tensor in the base's own format."""
+        weight = self.stored(name)  # a memory map of the base's file, which must not change
         return self.add(name, weight.clone()) if name in self.factors else weight
 
     def dequantized(self, name: str) -> torch.Tensor:
-        """The same; experts (E, in, out) in BF16 where the base has them in MXFP4, dequantized exactly before they are
-        merged. One expert after another: all at once take four times their size meanwhile on a CPU."""
+        """The merged tensor in BF16: MXFP4 experts (E, in, out) are dequantized exactly before they are merged. They
+        are dequantized one by one, because all at once would take four times their size on a CPU."""
         if f"{name}_blocks" not in self.shard_of:
             return self.tensor(name)
-        device = "cuda" if torch.cuda.is_available() else "cpu"  # which takes a minute for a layer of gpt-oss-20b
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU takes a minute for a layer of gpt-oss-20b
         every = zip(*(self.stored(f"{name}_{part}").split(1) for part in ("blocks", "scales")), strict=True)
         wide = [dequantize_mxfp4(blocks.to(device), scales.to(device)).cpu() for blocks, scales in every]
         return self.add(name, torch.cat(wide))
 
     def share(self) -> float | None:
-        """How much of the adapter's update is in the merged tensors that were taken; None for an adapter that is
-        zero."""
+        """The share of the adapter's update that survived rounding in the tensors merged until now; None if the adapter
+        is zero."""
         share = share_of(self.sums, self.elements)
         return share[0] if share else None
 
 
 def write_mxfp4(merged: Merged, files: ModelFiles, folder: Path) -> None:
-    """The base's own files, shard by shard: only what the adapter changes is another tensor."""
+    """Write the base's own files, shard by shard, in which only the tensors that the adapter changes differ."""
     copy_small(merged.base, folder)
     for shard, names in merged.shards.items():
         save_file({name: merged.tensor(name) for name in names}, folder / shard, {"format": "pt"})
@@ -100,7 +100,7 @@ def write_mxfp4(merged: Merged, files: ModelFiles, folder: Path) -> None:
 
 
 def write_bf16(merged: Merged, files: ModelFiles, folder: Path) -> None:
-    """Every tensor as transformers' own model holds it, in shards of their own."""
+    """Write every tensor as transformers' own model holds it, in new shards."""
     copy_small(merged.base, folder)
     config = {name: value for name, value in files.config.items() if name != "quantization_config"}
     expected = expected_tensors(GptOssConfig.from_dict(config))
@@ -123,17 +123,17 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:
 
 
 def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
-    """The scale of the adapter, which can be merged into a model with these files, in the format of --to, to --out.
-    Raises InputError."""
+    """The LoRA scale of the adapter. Raises InputError if it cannot be merged into the model with these files, in the
+    format of --to."""
     problems, scale = Problems(), 0.0
     if options.to != "bf16" and not has_mxfp4(files.config):
         problems.add(f"--to {options.to}", "the base model's experts are not in MXFP4", "Use --to bf16")
     where = str(options.adapter)
     try:
-        others = [name for name in tensor_shapes(options.adapter / ADAPTER) if ".self_attn." not in name]
-        if options.to != "bf16" and others:
+        experts = [name for name in tensor_shapes(options.adapter / ADAPTER) if ".self_attn." not in name]
+        if options.to != "bf16" and experts:
             # MXFP4's values lie a quarter or more apart: rounding to them would erase nearly all of the update.
-            fault = f"it changes more than the attention ({others[0]}), and --to {options.to} keeps the experts' MXFP4"
+            fault = f"it changes more than the attention ({experts[0]}), and --to {options.to} keeps the experts' MXFP4"
             problems.add(where, fault, "Use --to bf16")
         else:
             lora = read_adapter(options.adapter, files.config)
@@ -146,9 +146,9 @@ def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
 
 
 def export(options: argparse.Namespace) -> float | None:
-    """Write the merged model to --out, whole or not at all; returns the share of the adapter's update that is in it.
-    `options` are those of scripts/export.py. Raises InputError, ModelError where --out cannot be, and ValueError or
-    SafetensorError for a damaged base."""
+    """Write the merged model to --out, whole or not at all; returns the share of the adapter's update that survived
+    rounding. `options` are those of scripts/export.py. Raises InputError, ModelError if --out cannot be written, and
+    ValueError or SafetensorError for a damaged base."""
     s, files, base = prepare(options)
     scale = check_merge(options, files)
     if problem := fetch_weights(s.MODEL_ID, files):

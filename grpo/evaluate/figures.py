@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a run's report, drawn without pyplot so that nothing of a caller's matplotlib is changed."""
+"""Draws the figures of a run's report, without pyplot, so that the caller's matplotlib state does not change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo.tasks.figure_text import number
 MEAN_OF = 10  # steps in a moving mean
 DPI = 160
 MEASURED = ["heldout_reward"]
-CURVES = {  # title: columns of metrics.csv with one unit; their meanings are the sentence below the figure
+CURVES = {  # title: columns of metrics.csv with a common unit; their meanings become the caption
     "Held-out reward": MEASURED,
     **{figure["title"]: [name] for name, figure in TASK_FIGURES.items()},
     "Reward": ["reward"],
@@ -36,7 +36,7 @@ CURVES = {  # title: columns of metrics.csv with one unit; their meanings are th
     "GPU utilization": ["gpu_utilization"],
 }
 PHASES = ("wake_s", "handover_s", "generation_s", "sleep_s", "reward_s", "learn_s")
-REFERENCES = {"random": ":", "constant": "-.", "oracle": "--"}  # keys of evaluation.json, and their lines
+REFERENCES = {"random": ":", "constant": "-.", "oracle": "--"}  # line styles by key of evaluation.json
 STYLE: dict[str, Any] = {
     "font.size": 9.5,
     "legend.fontsize": 8.5,
@@ -48,7 +48,7 @@ STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#
 
 
 def panel(unit: str) -> Axes:
-    """Axes over steps, 4.8 inches wide: text stays readable on a phone, and two columns fit elsewhere."""
+    """Axes over steps, 4.8 inches wide: text stays readable on a phone, and other screens fit two columns."""
     axes = Figure(figsize=(4.8, 2.7), dpi=DPI, layout="constrained").subplots()
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.set_xlabel("step")
@@ -56,22 +56,22 @@ def panel(unit: str) -> Axes:
     return axes
 
 
-def picture(axes: Axes, title: str, line: str) -> tuple[str, str, str]:
-    """Title, the sentence below it and the PNG in base64; the legend stands above the axes, where it covers nothing."""
+def picture(axes: Axes, title: str, caption: str) -> tuple[str, str, str]:
+    """(title, caption, PNG in base64); the legend is above the axes, where it covers nothing."""
     if axes.get_legend_handles_labels()[1]:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, columnspacing=1.2)
     buffer, figure = io.BytesIO(), axes.get_figure(root=True)
     assert figure is not None, "panel() makes axes in a figure"
     figure.savefig(buffer, format="png", facecolor="white", metadata={"Software": None})
-    return title, line, base64.b64encode(buffer.getvalue()).decode("ascii")
+    return title, caption, base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def curve(axes: Axes, values: pandas.DataFrame, references: Mapping[str, float]) -> None:
-    """Draw columns over steps, the index: a dot a step and a line through their moving mean. Evaluated steps are
-    joined. `references`: what other policies come to, as lines across."""
-    # Training steps that are joined would be a barcode where the longest completion jumps between two lengths.
-    for place, column in enumerate(values):
-        points, colour = values[column].dropna(), f"C{place}"
+    """Draw the columns over the index, the steps: training figures as dots with a line for their moving mean, evaluated
+    ones as joined dots. `references` are other policies' values, drawn as horizontal lines."""
+    # Joined dots of training figures look like a barcode if the longest completion jumps between two lengths.
+    for index, column in enumerate(values):
+        points, colour = values[column].dropna(), f"C{index}"
         label = column.removeprefix(FUNCTION) if values.shape[1] > 1 else None
         if column in EVALUATED:
             axes.plot(points, "o-", color=colour, markersize=5, label=label)
@@ -83,7 +83,7 @@ def curve(axes: Axes, values: pandas.DataFrame, references: Mapping[str, float])
 
 
 def phases(axes: Axes, metrics: pandas.DataFrame) -> None:
-    """Draw the seconds of each step by phase, one on the other; generation is the rest of the rollout."""
+    """Draw the seconds of each step as stacked areas by phase; generation is the remainder of the rollout."""
     spent = metrics.reindex(columns=list(PHASES)).fillna(0.0)
     generation = metrics["rollout_s"] - spent[["wake_s", "handover_s", "sleep_s"]].sum(axis=1)
     spent = spent.assign(generation_s=generation.clip(lower=0.0).fillna(0.0))
@@ -93,7 +93,7 @@ def phases(axes: Axes, metrics: pandas.DataFrame) -> None:
 
 
 def pictures(run: Run) -> list[tuple[str, str, str]]:
-    """All figures for which the run has values; a curve takes two steps."""
+    """All figures for which the run has values, in two steps at least."""
     drawn, values = [], run.metrics.set_index("step").drop(columns=list(EVALUATED)).join(run.evaluated(), how="outer")
     known = {name: number(run.evaluation.get(name)) for name in REFERENCES}
     references = {name: value for name, value in known.items() if value == value}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out reward: what a model's answers to rows that do not train are worth."""
+"""Held-out reward: the reward of a model's answers to rows that it is not trained on."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ Results = dict[str, Any]  # evaluation.json
 
 @dataclass(frozen=True)
 class HeldoutEvaluation:
-    """Held-out rows, a model that answers them, and what its answers are scored by."""
+    """Held-out rows, a model that answers them, and the reward functions that score its answers."""
 
     model: EvaluatedModel
     rows: Sequence[Row]
-    exact: bool  # by the probabilities of all answers, instead of samples of them
-    names: Sequence[str]  # of the reward functions, in the logs
+    exact: bool  # whether the probabilities of all answers are used instead of samples
+    names: Sequence[str]  # of the reward functions, as in the logs
     functions: Sequence[Reward]
     weights: Sequence[float]
-    state: object  # what the functions get as TRL's `trainer_state`
+    state: object  # passed to the functions as TRL's `trainer_state`
 
     @property
     def days(self) -> list[tuple[str, str]]:
-        """What the answers to each row vary with: its day, where the file says it (the hours of a day resemble each
-        other), else the row itself."""
+        """The cluster of each row for confidence intervals: its day, because hours of a day resemble each other, or the
+        row itself if it has no date."""
         return [(row.file, date_of(row) or f"row {row.number}") for row in self.rows]
 
     def add_models(self, results: Results, names: Sequence[str]) -> None:
-        """Put what is missing of `names` into the results: `before` is the base model, `after` the adapter; of both
-        also their difference."""
+        """Measure the models in `names` that the results lack: `before` is the base model, `after` the adapter. With
+        both, also compute their difference."""
         for name in names:
             if name not in results:
                 results[name] = self.measure(name == "before")
@@ -56,30 +56,30 @@ class HeldoutEvaluation:
                 results["difference"] = rewards.paired_difference(before, after, self.days)
 
     def measure(self, base: bool = False, greedy: bool = False) -> dict[str, Any]:
-        """What the answers are worth, from EVAL_SAMPLES completions a row (`greedy`: from one) with their lengths, or
-        from all answers. By the file where every row has rewards of its actions: `rewards.score_probabilities`, an
-        answer that cannot be parsed counts as INVALID_REWARD, or as the row's lowest reward where that is auto or nan.
-        Else by REWARDS: `rewards.score_values` of their weighted sum, and the parse rate. `functions`: the latter of
-        each function."""
-        s, worth = self.model.settings, [row.rewards for row in self.rows]
+        """The figures of a model's answers: EVAL_SAMPLES completions a row (one if `greedy`), or all answers if exact.
+
+        If every row has rewards for its actions, they are `rewards.score_probabilities` of these: an unparseable answer
+        earns INVALID_REWARD, or the row's lowest reward if that is auto or nan. Otherwise they are
+        `rewards.score_values` of the weighted sum of REWARDS. `functions` has the figures of each reward function."""
+        s, row_rewards = self.model.settings, [row.rewards for row in self.rows]
         invalid = math.nan if s.INVALID_REWARD is None else s.INVALID_REWARD
         samples = 1 if greedy else s.EVAL_SAMPLES
         if self.exact:
             prompts = [row.prompt for row in self.rows]
-            shares = self.model.probabilities(prompts, max(map(len, worth)), greedy, base).tolist()
-            shares = [row_shares[: len(row)] for row_shares, row in zip(shares, worth, strict=True)]
-            figures = rewards.score_probabilities(worth, shares, [samples] * len(worth), invalid, self.days)
+            shares = self.model.probabilities(prompts, max(map(len, row_rewards)), greedy, base).tolist()
+            shares = [row_shares[: len(row)] for row_shares, row in zip(shares, row_rewards, strict=True)]
+            figures = rewards.score_probabilities(row_rewards, shares, [samples] * len(row_rewards), invalid, self.days)
             return figures | {"functions": self.function_figures(self.expected_scores(shares))}
         sampled = [row for row in self.rows for _ in range(samples)]
         ids = self.model.complete([row.prompt for row in sampled], samples, greedy=greedy, base=base)
-        read, scores = self.scored(sampled, ids)
-        rates = completion_rates(read)
-        by_row = [slice(first, first + samples) for first in range(0, len(read), samples)]
+        completions, scores = self.scored(sampled, ids)
+        rates = completion_rates(completions)
+        by_row = [slice(first, first + samples) for first in range(0, len(completions), samples)]
         figures = {name: rates[name] for name in ("clipped_ratio", "tokens_mean", "tokens_max")}
         figures |= {"functions": self.function_figures([scores[row] for row in by_row])}
-        if all(worth):
-            answers = [[completion.action for completion in read[row]] for row in by_row]
-            return rewards.score_answers(worth, answers, invalid, self.days) | figures
+        if all(row_rewards):
+            answers = [[completion.action for completion in completions[row]] for row in by_row]
+            return rewards.score_answers(row_rewards, answers, invalid, self.days) | figures
         weighted = [total([w * v for w, v in zip(self.weights, values, strict=True)]) for values in scores]
         whole = rewards.score_values([weighted[row] for row in by_row], self.days)
         return whole | {"parse_rate": rates["parse_rate"]} | figures
@@ -87,10 +87,10 @@ class HeldoutEvaluation:
     def scored(
         self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]
     ) -> tuple[list[Completion], list[list[float]]]:
-        """What the completions of `rows` say, and what each function gives them (N, F)."""
-        read = self.model.read(rows, completion_ids)
+        """The decoded completions of `rows`, and their rewards by completion and function (N, F)."""
+        completions = self.model.read(rows, completion_ids)
         columns = column_names(self.rows)
-        return read, score(self.functions, read, completion_ids, columns, self.state)
+        return completions, score(self.functions, completions, completion_ids, columns, self.state)
 
     def function_figures(self, scores: Sequence[Sequence[Sequence[float]]]) -> dict[str, dict[str, float]]:
         """`rewards.score_values`, without its list, of each function; `scores` by row, completion and function."""
@@ -119,21 +119,21 @@ class HeldoutEvaluation:
 
 
 def expectation(shares: Sequence[float], values: Sequence[float]) -> float:
-    """Mean of values by their shares, without those that are NaN; NaN where nothing is left."""
+    """Mean of the values weighted by their shares, without NaN values; NaN if no value is left."""
     kept = [(share, value) for share, value in zip(shares, values, strict=True) if share > 0 and not math.isnan(value)]
     whole = math.fsum(share for share, _ in kept)
     return math.fsum(share * value for share, value in kept) / whole if whole else math.nan
 
 
 def trainer_evaluation(trainer: Trainer, rows: Sequence[Row], exact: bool) -> HeldoutEvaluation:
-    """Held-out rows scored by the reward functions and in the present state of a run's trainer."""
+    """The evaluation of held-out rows with a trainer's current model and its reward functions."""
     functions = [function for function in trainer.reward_funcs if callable(function)]
     names, weights = trainer.reward_func_names, vars(trainer.args)["reward_weights"]
     return HeldoutEvaluation(TrainedModel(trainer), rows, exact, names, functions, weights, trainer.state)
 
 
 def new_results(s: Settings, rows: Sequence[Row], exact: bool) -> Results:
-    """evaluation.json before a model was asked: how it will be, and what other policies earn."""
+    """evaluation.json before any model was measured: the conditions, and the rewards of reference policies."""
     worth = [row.rewards for row in rows]
     results: Results = dict(rewards.baselines(worth)) if all(worth) else {}
     results |= {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": exact}
@@ -141,8 +141,8 @@ def new_results(s: Settings, rows: Sequence[Row], exact: bool) -> Results:
 
 
 def measure_rewards(evaluation: HeldoutEvaluation, folder: Path, base: bool) -> Results:
-    """evaluation.json in `folder`, which is returned: reward of the held-out rows before training (`base`) or after it,
-    beside what other policies earn. A resumed run keeps what was measured at its start in the same way."""
+    """Measure the held-out reward before training (`base`) or after it; write evaluation.json to `folder` and return
+    it. A resumed run keeps the figures of its start if they were measured under the same conditions."""
     path = folder / "evaluation.json"
     results = new_results(evaluation.model.settings, evaluation.rows, evaluation.exact)
     earlier = read_sealed(path) if is_intact(path) else {}

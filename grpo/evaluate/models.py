@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose answers are evaluated: that of a run, or one without a trainer, by transformers or by vLLM."""
+"""Models whose answers are evaluated: a run's own, or one without a trainer in transformers or vLLM."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from grpo.rollout.direct import choose_tokens, completions_of
 from grpo.rollout.engine import EngineError, start_engine
 from grpo.settings import InputError, Settings
 
-MOST_AT_ONCE = 512  # sequences that vLLM is planned for: more wait their turn
-DIRECT_TOKENS = 16_384  # that go through a model at once to choose answers; eager attention takes BATCH_TOKENS
+MOST_AT_ONCE = 512  # sequences that vLLM generates at the same time; more wait in its queue
+DIRECT_TOKENS = 16_384  # tokens of one pass that chooses answers; with eager attention it is BATCH_TOKENS
 
 
 class EvaluatedModel(ABC):
@@ -47,14 +47,14 @@ class EvaluatedModel(ABC):
 
     @abstractmethod
     def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
-        """`complete` at a temperature, 0 for greedy answers."""
+        """Token ids of completions, see `complete`; a `temperature` of 0 gives greedy answers."""
 
     def complete(
         self, prompts: Sequence[str], samples: int = 1, step: int = 0, greedy: bool = False, base: bool = False
     ) -> list[list[int]]:
-        """Token ids of one completion of each prompt, up to the token that ends it, at EVAL_TEMPERATURE or greedily.
-        Each prompt stands there `samples` times in a row. Random numbers depend on SEED and `step` alone: they are the
-        same for every model. `base`: without the adapter."""
+        """Token ids of a completion for each prompt, the token that ends it included, at EVAL_TEMPERATURE or greedily.
+        `prompts` repeats each prompt `samples` times in a row. Random numbers depend on SEED and `step` alone, so they
+        are the same for every model. `base` turns the adapter off."""
         return self.generate(list(prompts), samples, step, self.temperature(greedy), base)
 
     def temperature(self, greedy: bool) -> float:
@@ -65,12 +65,12 @@ class EvaluatedModel(ABC):
         raise NotImplementedError("vLLM does not compute the probabilities of whole answers")
 
     def read(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
-        """What the completions of `rows` say, read as in training."""
+        """The completions of `rows`, decoded and parsed as in training."""
         return read_completions(self.tokenizer, self.stops, rows, completion_ids)
 
 
 class TrainedModel(EvaluatedModel):
-    """The model of a run: it answers as its rollouts are generated, by the same engine and with the same lengths."""
+    """The model of a run, which generates its answers like rollouts: by the same engine, with the same lengths."""
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.settings = trainer, trainer.run.settings
@@ -90,8 +90,8 @@ class TrainedModel(EvaluatedModel):
 
 
 class TransformersModel(EvaluatedModel):
-    """A model that transformers generates with, by eager attention, which is exact at any length. `attention`: with
-    DIRECT_ANSWERS, that of the passes which choose a token."""
+    """A model that generates in transformers, with eager attention, which is exact at any length. With DIRECT_ANSWERS
+    it chooses tokens with `attention` instead."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class TransformersModel(EvaluatedModel):
         attention: str = "eager",
     ):
         self.settings, self.tokenizer, self.attention = settings, load_tokenizer(model_path), attention
-        experts = "bf16" if settings.EXPERTS in ("bf16", None) else "mxfp4"  # there is no engine to share with
+        experts = "bf16" if settings.EXPERTS in ("bf16", None) else "mxfp4"  # `shared` and `paged` need an engine
         self.base: PreTrainedModel = in_working_type(load_model(model_path, config, attention, experts)).eval()
         self.stops = stop_tokens(self.base.generation_config.eos_token_id, self.tokenizer)
         self.policy: PeftModel | None = None
@@ -111,7 +111,7 @@ class TransformersModel(EvaluatedModel):
                 self.policy = PeftModel.from_pretrained(self.base, str(adapter)).eval()
 
     def adapter_disabled(self, base: bool) -> contextlib.AbstractContextManager[None]:
-        """Leaves the adapter out for a while, where there is one and `base` asks for it."""
+        """Turns the adapter off inside the block if `base` is true and there is an adapter."""
         return self.policy.disable_adapter() if base and self.policy else contextlib.nullcontext()
 
     def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
@@ -124,7 +124,7 @@ class TransformersModel(EvaluatedModel):
     def choose_answers(
         self, prompt_ids: Sequence[Sequence[int]], temperature: float, actions: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`choose_tokens` behind these prompts."""
+        """`choose_tokens` for the token after each prompt."""
         limit = BATCH_TOKENS if self.attention == "eager" else DIRECT_TOKENS
         return choose_tokens(self.base, prompt_ids, actions, temperature, self.attention, limit, share=True)
 
@@ -141,7 +141,7 @@ class TransformersModel(EvaluatedModel):
             with self.adapter_disabled(base):
                 tokens, _ = self.choose_answers(self.tokenizer(text=prompts)["input_ids"], temperature, [])
             return completions_of(tokens, self.tokenizer)
-        model: Any = self.policy or self.base  # PeftModel hands `generate` on without saying so
+        model: Any = self.policy or self.base  # PeftModel forwards `generate`, but its type does not say so
         with self.adapter_disabled(base), shared_prefill(self.base):
             for start in range(0, len(prompts), chunk):
                 batch = self.tokenizer(text=prompts[start : start + chunk], padding=True, return_tensors="pt")
@@ -154,9 +154,9 @@ class TransformersModel(EvaluatedModel):
 
 
 class VllmModel(EvaluatedModel):
-    """A model that vLLM generates with: MXFP4 weights, the adapter loaded natively from its folder, as with
-    ROLLOUT_SYNC=lora. There is no trainer beside it, so it stays awake. `prompts` are those that are asked at once, of
-    a simulator the first ones. Raises EngineError."""
+    """A model that generates in vLLM: MXFP4 weights, and the adapter that vLLM loads from its folder, as with
+    ROLLOUT_SYNC=lora. Without a trainer beside it, it stays awake. `prompts` are those of one batch, from a simulator
+    those of its first moment. Raises EngineError if it does not fit."""
 
     def __init__(
         self,
@@ -168,8 +168,8 @@ class VllmModel(EvaluatedModel):
         prompts: Sequence[str],
     ):
         self.settings, self.tokenizer, self.adapter = settings, load_tokenizer(path), adapter
-        # The plan of a step serves here too: as many sequences as are asked at once, up to MOST_AT_ONCE, no trainer's
-        # memory. A simulator's first prompts are its longest; a little more for longer numbers.
+        # Memory is planned as for a training step with these prompts, up to MOST_AT_ONCE, but without a trainer. A
+        # simulator's later prompts may be longer than its first by the digits of a few numbers, hence 32 tokens more.
         s = dataclasses.replace(
             settings,
             ROLLOUT_SYNC="lora",
@@ -201,7 +201,7 @@ def start_model(
     use_vllm: bool,
     prompts: Sequence[str] = (),
 ) -> TransformersModel | VllmModel:
-    """The base model, downloaded where it is not here, with its adapter. Raises InputError and EngineError."""
+    """Load the base model, downloaded if necessary, with its adapter. Raises InputError and EngineError."""
     if problem := fetch_weights(settings.MODEL_ID, files):
         raise InputError(problem)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -215,6 +215,6 @@ def start_model(
 
 
 def stop_tokens(eos: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end a completion, as TRL collects them: the generation config's and the tokenizer's."""
+    """The token ids that end a completion, collected as in TRL: from the generation config and the tokenizer."""
     ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     return ids if tokenizer.eos_token_id in ids else [tokenizer.eos_token_id, *ids]

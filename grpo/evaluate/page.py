@@ -23,15 +23,15 @@ TEMPLATES = jinja2.Environment(
 
 def page_text(run: Run) -> str:
     """The page of a run."""
-    # Whatever style the caller or the user has set.
+    # The page does not depend on styles that the caller or the user has set.
     with matplotlib.style.context(["default", "tableau-colorblind10", STYLE]):
-        drawn = pictures(run)
+        figures = pictures(run)
     section = report.simulator_section(run)
     return TEMPLATES.get_template("page.html").render(
         name=run.folder.resolve().name,
         verdicts=[report.reward_verdict(run), section.verdict, report.adapter_advice(run)],
         facts=report.facts(run),
-        pictures=drawn,
+        pictures=figures,
         heldout=(HEADER, heldout_rows(run.evaluation)),
         section=section,
         examples=read_examples(run.folder / "completions.csv", run.record),
@@ -41,11 +41,11 @@ def page_text(run: Run) -> str:
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html; returns the page. Raises ReportError where there is no run in the folder, where one
-    of its files is damaged, or where the page cannot be written."""
+    """Write `folder`/report.html and return its path. Raises ReportError if the folder holds no run, if one of its
+    files is damaged, or if the page cannot be written."""
     page = folder / "report.html"
     try:
-        # A lone surrogate in a JSON file cannot be written as UTF-8.
+        # "replace" is for lone surrogates from a JSON file, which cannot be encoded.
         write_text(page, page_text(read_run(folder)).encode("utf-8", "replace").decode("utf-8"))
     except OSError as error:
         raise ReportError(f"the report cannot be written to {folder}: {error.strerror or error}") from error

@@ -18,30 +18,29 @@ from grpo.run.logs import banner_text
 from grpo.settings import log
 from grpo.tasks.simulator import Record, load_simulator
 
-Columns = dict[str, float]  # of metrics.csv, those that have a value
+Columns = dict[str, float]  # the columns of metrics.csv that have a value
 
 
 class Progress:
-    """Measures before, while and after a run trains. Without held-out rows it does nothing."""
+    """Measures a run before, during and after training. Without held-out rows it does nothing."""
 
     def __init__(self, resolved: ResolvedRun):
         self.resolved = resolved
         self.simulator = load_simulator(resolved.settings.TASK) if resolved.closed_loop.runs else None
         self.base: Columns = {}
-        self.warned = False  # about the simulator, in the evaluation before
+        self.warned = False  # whether the last evaluation called for the simulator's warning
 
     def before(self, trainer: Trainer) -> None:
-        """Measure the base model, and INIT_ADAPTER as step 0; after it `during` may be called every EVAL_STEPS
-        steps."""
+        """Measure the base model, and INIT_ADAPTER as step 0. `during` needs these figures for comparison."""
         if not self.resolved.eval_rows:
             return
         results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=True)
-        self.base = self.columns(results["before"]["reward"], self.simulated(trainer, base=True), "base")
+        self.base = self.columns(results["before"]["reward"], self.simulation_record(trainer, base=True), "base")
         if self.resolved.settings.INIT_ADAPTER and not self.resolved.run.checkpoint:
-            self.during(trainer)  # it may be better than all that is learned from it
+            self.during(trainer)  # INIT_ADAPTER may stay the best adapter
 
     def during(self, trainer: Trainer) -> Columns:
-        """Columns of metrics.csv, measured with the adapter as it is now."""
+        """Measure the current adapter and return its columns of metrics.csv."""
         with Phase(f"evaluation after step {trainer.state.global_step}"):
             reward, record = self.evaluation(trainer).measure()["reward"], None
             if self.simulator:
@@ -61,7 +60,7 @@ class Progress:
             log.info("nothing was measured, no rows are held out: %s", self.resolved.reasons["heldout"])
             return
         results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=False)
-        record = self.simulated(trainer, base=False)
+        record = self.simulation_record(trainer, base=False)
         chosen = self.judge(trainer, self.columns(results["after"]["reward"], record), record, last=True)
         if chosen:
             (log.info if chosen["better_than_base"] else log.warning)("best adapter: %s", chosen["in_words"])
@@ -69,8 +68,9 @@ class Progress:
     def evaluation(self, trainer: Trainer) -> HeldoutEvaluation:
         return trainer_evaluation(trainer, self.resolved.eval_rows, self.resolved.exact)
 
-    def simulated(self, trainer: Trainer, base: bool) -> Record | None:
-        """closed_loop.json; None where the simulator does not run, which a run that is about it logs."""
+    def simulation_record(self, trainer: Trainer, base: bool) -> Record | None:
+        """closed_loop.json after a new measurement, or None if no simulator runs. The log says why not if rows or
+        settings refer to the simulator."""
         if self.simulator:
             return measure_simulation(self.simulator, self.resolved, trainer, base)
         if self.resolved.closed_loop.is_mentioned:
@@ -78,13 +78,13 @@ class Progress:
         return None
 
     def columns(self, reward: float | None, record: Record | None, name: str = "trained") -> Columns:
-        """What was measured of the model `name`; `reward` is None where no function gave one."""
+        """The columns of metrics.csv for the model `name`; `reward` is None if no function returned a number."""
         columns = {} if reward is None else {"heldout_reward": reward}
         return columns | (self.simulator.figures(record, name) if self.simulator and record else {})
 
     def judge(self, trainer: Trainer, columns: Columns, record: Record | None, last: bool = False) -> best.Record:
-        """Warn where the simulator's figures get worse, at their begin and at the end, and keep the adapter if it is
-        the best; returns best.json."""
+        """Keep the adapter if it is the best. Warn if the simulator's figures are worse than the base model's, once
+        when that begins and once after training. Returns best.json."""
         resolved, values = self.resolved, {"step": trainer.state.global_step} | columns
         warning = self.simulator.warning(self.base, values, record) if self.simulator and record else None
         if warning and (last or not self.warned):

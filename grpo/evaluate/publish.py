@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others get: the card of an adapter or of a merged model; for scripts/export.py."""
+"""The model card, and the other files that are published with an adapter or a merged model; for scripts/export.py."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402
 
 
 def run_of(adapter: Path) -> Path | None:
-    """The folder of the run that an adapter is of: its own, or the one that best/ and checkpoints lie in."""
+    """The folder of the run that made an adapter: the adapter's own, or the parent of best/ and of checkpoints."""
     return next((path for path in (adapter, adapter.resolve().parent) if (path / SETTINGS).is_file()), None)
 
 
 def results(run: Run, adapter: Path) -> str:
-    """What the run measured of this adapter: a step in best/ has its one figure, the last step all."""
+    """The run's figures for this adapter: all of them for the last step, the figure in best.json for best/."""
     if not run.folder.samefile(adapter):
         words = read_json(adapter / "best.json").get("in_words")
         return f"{words[0].upper()}{words[1:]}." if words else f"`{adapter.name}` was not measured by itself."
     verdicts = " ".join(filter(None, (reward_verdict(run), simulator_section(run).verdict)))
-    measured = heldout_rows(run.evaluation)
-    return verdicts + (f"\n\n{table(HEADER, measured)}" if measured else "")
+    rows = heldout_rows(run.evaluation)
+    return verdicts + (f"\n\n{table(HEADER, rows)}" if rows else "")
 
 
 def about_training(adapter: Path) -> str:
-    """Data, settings and results of the adapter's run, as sections of a card; a sentence where no run is known."""
+    """Data, settings and results of the adapter's run as sections of a card; one sentence if its run is unknown."""
     folder = run_of(adapter)
     if folder is None:
         return "How it was trained is not recorded.\n"
@@ -56,10 +56,10 @@ def about_training(adapter: Path) -> str:
         run = read_run(folder)
     except (ReportError, OSError):  # scripts/sft.py writes no metrics
         return settings
-    known = table(["", ""], [[name, value] for name, value in facts(run) if name not in ("Run", "Last step")])
+    run_facts = table(["", ""], [[name, value] for name, value in facts(run) if name not in ("Run", "Last step")])
     return f"""## Data and training
 
-{known}
+{run_facts}
 
 ## Results
 
@@ -69,25 +69,25 @@ def about_training(adapter: Path) -> str:
 
 
 def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None = None) -> str:
-    """README.md, as the Hub reads it, of the adapter of a run with settings `s`, or of what it was merged into: `form`
-    of FORMS, the `share` of its update that survived."""
+    """The model card (README.md) of the adapter of a run with settings `s`, or of the model that it was merged into:
+    `form` is a key of FORMS, `share` the part of the adapter's update that survived rounding."""
     base, local = base_name(s)
     run = run_of(adapter) or adapter
     is_grpo = (run / "metrics.csv").is_file()  # scripts/sft.py writes none
     tags = f"grpo, {form or 'lora'}" if is_grpo else form or "lora"
-    named = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
+    base_tags = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
     code = MERGED_CODE if form else loading_code(base, on_experts(adapter))
-    kept = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
+    survived = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
     description = FORMS[form].format(base=base)
     return f"""---
 library_name: {"transformers" if form else "peft"}
 pipeline_tag: text-generation
-tags: [{tags}]{named}
+tags: [{tags}]{base_tags}
 ---
 
 # {run.resolve().name}
 
-This is {description}.{kept}{GRPO if is_grpo else ""}
+This is {description}.{survived}{GRPO if is_grpo else ""}
 
 {code}
 
@@ -95,7 +95,7 @@ This is {description}.{kept}{GRPO if is_grpo else ""}
 
 
 def copy_small(base: Path, folder: Path) -> None:
-    """Tokenizer, chat template and generation config of the model in the folder `base`."""
+    """Copy tokenizer, chat template and generation config of the model in the folder `base` to `folder`."""
     for path in (path for pattern in MODEL_FILES for path in base.glob(pattern)):
         if path.name not in ("config.json", WEIGHTS_INDEX):
             shutil.copyfile(path, folder / path.name)
@@ -103,8 +103,8 @@ def copy_small(base: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def staged_adapter(s: Settings, adapter: Path, base: Path) -> Iterator[Path]:
-    """A folder for a while with what is uploaded of an adapter: its weights, its config without paths of this machine,
-    the tokenizer of the model in the folder `base`, and the card."""
+    """Yields a temporary folder with the files of an adapter to upload: its weights, its config without paths of this
+    machine, the tokenizer of the model in the folder `base`, and the card."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copyfile(adapter / ADAPTER, folder / ADAPTER)

@@ -9,7 +9,7 @@ from grpo.evaluate.run_data import Run, duration
 from grpo.run.hub import short
 from grpo.run.layout import ADAPTER, BEST
 from grpo.settings import show
-from grpo.tasks.figure_text import judged, number, part, spread
+from grpo.tasks.figure_text import number, part, spread, verdict_of
 from grpo.tasks.simulator import ReportSection
 
 
@@ -20,23 +20,23 @@ def reward_verdict(run: Run) -> str:
         return "Held-out prompts were not evaluated before and after training: the run goes on, or evaluates none."
     old, new = number(before.get("reward")), number(after.get("reward"))
     change = {"reward": new - old} | part(run.evaluation, "difference")
-    verdict = judged(number(change.get("reward_low")), number(change.get("reward_high")))
+    verdict = verdict_of(number(change.get("reward_low")), number(change.get("reward_high")))
     moved = spread(change, "reward", "+.3f", "95% interval ")
     return f"Held-out reward changed by {moved}, from {old:.3f} to {new:.3f}: {verdict}."
 
 
 def simulator_section(run: Run) -> ReportSection:
-    """What the simulator of the run's task has to say; an empty section where nothing was simulated."""
+    """The section that the task's simulator writes; an empty section if nothing was simulated."""
     return run.simulator.report(run.closed_loop) if run.simulator else ReportSection()
 
 
 def adapter_advice(run: Run) -> str:
-    """Which adapter to load."""
+    """A sentence that says which adapter to load."""
     if reason := run.best.get("in_words"):
         return f"Load the adapter in {BEST}/: {reason}."
     if (run.folder / ADAPTER).is_file():
         return "Load the adapter in the run's folder, that of the last step; none was kept as the best."
-    return "There is no adapter to load yet but those of the checkpoints."
+    return "The run has no adapter yet, except in its checkpoints."
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's folder holds, read for its report, for a card of its adapter and for watching it."""
+"""Reads the files of a run's folder, for its report, for the card of its adapter and for scripts/watch.py."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from grpo.settings import Problems, split_commas
 from grpo.tasks.figure_text import number, part
 from grpo.tasks.simulator import Simulator, load_simulator
 
-FUNCTION = function_column("")  # begin of the columns of reward functions
-ROWS = 400  # of completions.csv that are in memory at once: completions are long
-EXAMPLES = 2  # completions shown of each kind
-HEAD, TAIL = 3000, 1500  # characters of a completion that are shown from its begin and its end
-# For watching, where a file that is missing or damaged counts as an empty one.
+FUNCTION = function_column("")  # prefix of the columns of reward functions
+ROWS = 400  # rows of completions.csv in memory at once: completions are long
+EXAMPLES = 2  # completions that the report shows of each kind
+HEAD, TAIL = 3000, 1500  # characters that the report shows of a long completion's begin and end
+# A missing or damaged file counts as empty here, because a run that is watched may be writing it.
 read_json = functools.partial(durable.read_json, empty=(OSError, ValueError))
 
 
 class ReportError(RuntimeError):
-    """There is nothing to report on, or nowhere to write; the message says what to do."""
+    """A report cannot be made or written; the message says what to do."""
 
 
 def finite(values: pandas.Series) -> pandas.Series:
-    """Text as numbers; NaN for what is none or not finite."""
+    """Text as numbers; NaN for text that is no finite number."""
     numbers = pandas.to_numeric(values, errors="coerce").astype(float)
     return numbers.where(numbers.abs() < math.inf)
 
 
 def read_metrics(path: Path) -> pandas.DataFrame:
-    """metrics.csv: `step` holds whole numbers, `time` text, every other column finite numbers, NaN where there is none.
-    Raises ReportError where the file is no log of a run."""
+    """The table of metrics.csv: `step` holds whole numbers, `time` text, every other column finite numbers or NaN.
+    Raises ReportError if the file is not the log of a run."""
     try:
         durable.require_regular(path)
     except ValueError as error:
         raise ReportError(f"{path.parent}: {error}") from None
     text = path.read_text(encoding="utf-8", errors="replace")
-    whole = text[: text.rfind("\n") + 1]  # the row that is being written has no line feed yet
+    whole = text[: text.rfind("\n") + 1]  # a row without a line feed is still being written
     try:
         rows = pandas.read_csv(io.StringIO(whole or "step\n"), dtype=str, on_bad_lines="skip")
     except ValueError as error:  # pandas' own errors are ValueErrors
@@ -64,53 +64,53 @@ def read_metrics(path: Path) -> pandas.DataFrame:
 
 
 def duration(seconds: float) -> str:
-    """`6.7 s`, or `1:02:03` from a minute on; `-` where it is not known."""
+    """A duration as text: `6.7 s`, or `1:02:03` from a minute on; `-` for NaN."""
     if math.isnan(seconds):
         return "-"
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
-def cut(text: str) -> str:
-    """A text as it is shown: control characters made visible, and the middle of a long one left out."""
-    left_out = len(text) - HEAD - TAIL
-    if left_out > 0:
-        text = f"{text[:HEAD]}\n[... {left_out:,} characters left out ...]\n{text[-TAIL:]}"
+def excerpt(text: str) -> str:
+    """A text for the report: control characters are replaced, and the middle of a long text is left out."""
+    excess = len(text) - HEAD - TAIL
+    if excess > 0:
+        text = f"{text[:HEAD]}\n[... {excess:,} characters left out ...]\n{text[-TAIL:]}"
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
 
 
 def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
-    """The first of every kind among rows of completions.csv, one for each prompt; of equal ones the latest."""
+    """Up to EXAMPLES rows of completions.csv of each kind, of different prompts; among equals the latest come first."""
     rows = rows.assign(reward=finite(rows["reward"]), step=finite(rows["step"]))
     rows = rows.sort_values("step", ascending=False, kind="stable")
     truncated = rows["truncated"] == "1"
-    unread = (rows["parsed_action"] == "") & (rows["best_action"] != "")  # Data without actions names none.
-    rewarded, answers = rows.dropna(subset="reward"), rows[~unread].dropna(subset="reward")
+    unparsed = (rows["parsed_action"] == "") & (rows["best_action"] != "")  # Rows without actions have no best one.
+    rewarded, answers = rows.dropna(subset="reward"), rows[~unparsed].dropna(subset="reward")
     kinds = {
         "Highest reward": rewarded.sort_values("reward", ascending=False, kind="stable"),
         "Lowest reward of an answer that parses": answers.sort_values("reward", kind="stable"),
-        "No action could be read": rows[unread & ~truncated],
+        "No action could be read": rows[unparsed & ~truncated],
         "Truncated at MAX_COMPLETION_LEN": rows[truncated],
     }
     return {kind: ranked.drop_duplicates("prompt_id").head(EXAMPLES) for kind, ranked in kinds.items() if len(ranked)}
 
 
 def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
-    """The run's prompts by prompt_id, from the training data that settings.json names; empty where that is gone or has
-    other rows by now."""
+    """The run's prompts by prompt_id, from the training data that settings.json names; empty if the data is missing or
+    has changed since the run."""
     settings = part(record, "settings")
     data, system, share = (settings.get(name, "") for name in ("DATA", "SYSTEM_PROMPT", "EVAL_SHARE"))
     if any(is_dataset(name) for name in split_commas(data)):
-        return {}  # a report asks no network
+        return {}  # a report must not need the network
     rows = read_rows("DATA", data, Problems(), system)
-    trained = [rows, hold_out(rows, share or 0.0).train]  # without EVAL_DATA the latter
-    if not rows or record.get("data_sha256") not in [data_fingerprint(split) for split in trained]:
+    candidates = [rows, hold_out(rows, share or 0.0).train]  # a run without EVAL_DATA held rows out
+    if not rows or record.get("data_sha256") not in [data_fingerprint(split) for split in candidates]:
         return {}
     return {row.id: "\n".join(text for _, text in row.messages) for row in rows}
 
 
 def read_examples(path: Path, record: Mapping[str, Any]) -> dict[str, pandas.DataFrame]:
-    """The rows of completions.csv to show, by kind, with their prompts: its own, else those of the training data that
-    `record`, settings.json, names."""
+    """The rows of completions.csv that the report shows, by kind, with their prompts. Prompts that the file lacks come
+    from the training data named in `record`, which is settings.json."""
     rows = pandas.DataFrame(columns=[*COMPLETIONS, PROMPT], dtype=str)
     options = {"dtype": str, "na_filter": False, "encoding_errors": "replace", "on_bad_lines": "skip"}
     try:
@@ -123,7 +123,7 @@ def read_examples(path: Path, record: Mapping[str, Any]) -> dict[str, pandas.Dat
         pass  # There is no completion yet, the last row is being written, or the file is no CSV.
     prompts = {} if rows[PROMPT].all() else read_prompts(record)
     texts = [text or prompts.get(name, "") for name, text in zip(rows["prompt_id"], rows[PROMPT], strict=True)]
-    return examples_of(rows.assign(completion=rows["completion"].map(cut), prompt=[cut(text) for text in texts]))
+    return examples_of(rows.assign(completion=rows["completion"].map(excerpt), prompt=list(map(excerpt, texts))))
 
 
 @dataclass
@@ -153,11 +153,11 @@ class Run:
 
     @property
     def simulator(self) -> Simulator | None:
-        """That of the run's task; None where nothing was simulated."""
+        """The simulator of the run's task; None if nothing was simulated."""
         return load_simulator(str(self.settings.get("TASK", "tes"))) if self.closed_loop else None
 
     def evaluated(self) -> pandas.DataFrame:
-        """Columns EVALUATED by evaluated step; the base model is step 0."""
+        """The columns EVALUATED, indexed by the steps that were evaluated; step 0 is the base model."""
         rows = self.metrics.set_index("step")[list(EVALUATED)].dropna(how="all")
         for step, when, name in ((0, "before", "base"), (self.steps, "after", "trained")):
             figures = {"heldout_reward": part(self.evaluation, when).get("reward")}
@@ -169,7 +169,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """The run in a folder. Raises ReportError where there is none, or where a record of it is damaged."""
+    """Read the run in a folder. Raises ReportError if there is no run, or if one of its records is damaged."""
     if not (folder / "metrics.csv").is_file():
         raise ReportError(f"{folder}: no metrics.csv. Name a run's OUTPUT_DIR, after the run has loaded its model")
     names = ("settings", "evaluation", "closed_loop", "best/best")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's model acts in the simulator of its task: before and after training, and while it trains."""
+"""Lets a run's model act in the simulator of its task, before, during and after training."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CLOSED_LOOP = "closed_loop.json"
 
 
 class ModelResponder:
-    """A model as a simulator asks it (`grpo.tasks.simulator.Responder`); `base`: without its adapter."""
+    """A model in the form that simulators call (`grpo.tasks.simulator.Responder`); `base` turns its adapter off."""
 
     def __init__(self, model: EvaluatedModel, base: bool):
         self.model, self.base = model, base
 
     def texts(self, prompts: Sequence[str], moment: int, greedy: bool) -> list[str]:
-        """A completion of each prompt; `moment` draws their random numbers."""
-        # Step 0 has the random numbers of the held-out rows.
+        """A completion of each prompt, sampled with a seed that depends on `moment`."""
+        # Step 0 is the seed of the held-out rows.
         ids = self.model.complete(prompts, 1, moment + 1, greedy, self.base)
         return self.model.tokenizer.batch_decode(ids, skip_special_tokens=False)
 
@@ -35,7 +35,7 @@ class ModelResponder:
 
 
 def new_record(simulator: Simulator, resolved: ResolvedRun, trainer: Trainer) -> Record:
-    """closed_loop.json before a model was asked, with what the file holds of the base model."""
+    """A new closed_loop.json, with the base model's figures if the file has them from the same measurement."""
     s, path = resolved.settings, trainer.run.folder / CLOSED_LOOP
     record = simulator.new_record(resolved.closed_loop, s, s.EVAL_SAMPLES, resolved.exact_loop)
     if is_intact(path):
@@ -44,15 +44,15 @@ def new_record(simulator: Simulator, resolved: ResolvedRun, trainer: Trainer) ->
 
 
 def measure_progress(simulator: Simulator, resolved: ResolvedRun, trainer: Trainer) -> Record:
-    """closed_loop.json with the adapter as it is now, without its greedy answers; it is not written."""
+    """Measure the current adapter, without greedy answers. Returns the record, which is not written to a file."""
     record = new_record(simulator, resolved, trainer)
     simulator.run(resolved.closed_loop, record, "trained", ModelResponder(TrainedModel(trainer), False), greedy=False)
     return record
 
 
 def measure_simulation(simulator: Simulator, resolved: ResolvedRun, trainer: Trainer, base: bool) -> Record:
-    """closed_loop.json, which is written and returned: the base model or the trained adapter acts in the simulator. A
-    resumed run keeps the base model's part."""
+    """Measure the base model or the trained adapter; write closed_loop.json and return it. A resumed run keeps the base
+    model's figures."""
     name, record = "base" if base else "trained", new_record(simulator, resolved, trainer)
     with Phase(f"closed loop, {name} model") as phase:
         if not {name, name + GREEDY} <= record["totals"].keys():

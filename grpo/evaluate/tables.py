@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo.tasks.figure_text import aligned, part, spread
+from grpo.tasks.figure_text import part, spread, table_lines
 
 HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped"]
-# What to call the models of evaluation.json, by their keys.
+# Names of the models for readers, by their keys in evaluation.json.
 MODEL_NAMES = {
     "before": "base model",
     "after": "trained",
@@ -19,10 +19,9 @@ MODEL_NAMES = {
 
 
 def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
-    """The rows below HEADER: both models between a random, the best constant and the best possible choice of
-    actions."""
+    """The rows below HEADER: reference policies (random, best constant action, oracle) around both models."""
     rows = []
-    if "oracle" in evaluation:  # its rows have rewards of their actions
+    if "oracle" in evaluation:  # the rows have a reward for every action
         rows.append(["random action", spread(evaluation, "random")])
         rows.append([f"always [{evaluation.get('constant_action')}]", spread(evaluation, "constant")])
     for key, name in MODEL_NAMES.items():
@@ -35,11 +34,11 @@ def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """evaluation.json for the terminal."""
+    """evaluation.json as a table for the terminal."""
     samples = "one completion" if results["samples"] == 1 else f"{results['samples']} completions"
     how = "exact" if results["exact"] else f"{samples} a prompt"
     over = "prompts, of a day together" if results["by_day"] else "prompts"
-    # Only rewards keep their intervals: a terminal is narrow.
+    # Only rewards keep their intervals, because a terminal is narrow.
     rows = [row[:2] + [cell.partition(" (")[0] for cell in row[2:]] for row in heldout_rows(results)]
     if "difference" in results:
         rows.append(["trained - base model", spread(results["difference"], "reward", "+.3f")])
@@ -50,4 +49,4 @@ def table(results: Mapping[str, Any]) -> str:
         scores = {name: part(results[key], "functions", function) for key, name in names.items()}
         rows += [[f"  {name}", spread(figures, "reward")] for name, figures in scores.items()]
     heading = f"Mean reward at temperature {results['temperature']:g}, {how}, 95% interval over {over}"
-    return "\n".join([heading, *aligned([HEADER, *rows])])
+    return "\n".join([heading, *table_lines([HEADER, *rows])])

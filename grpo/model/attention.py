@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention, exact with gpt-oss's sinks, over packed sequences that share a prompt."""
+"""Attention with gpt-oss's sinks, computed exactly, over packed sequences that share a prompt."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def attention_masks(
 
 
 def hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) -> Tensor:
-    """States of the base `model` (without its head) that predict the completion tokens of `batch`: (N, hidden)."""
+    """(N, hidden): the last hidden states of the base `model` that predict the completion tokens of `batch`."""
     masks = attention_masks(batch, attention, model.config.sliding_window, model.dtype)
     out = model.model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=masks, use_cache=False)
     return out.last_hidden_state.flatten(0, 1)[batch.before]
 
 
 class Kernel(NamedTuple):
-    """A flash kernel over sequences that lie one behind the other, causal, aligned at their ends, without sinks.
+    """A causal flash kernel without sinks, over concatenated sequences; queries and keys are aligned at their ends.
 
     forward(q, k, v, **shape) -> (out, lse) and backward(dout, q, k, v, out, lse, **shape) -> (dq, dk, dv). q and out
     are (Tq, Hq, D), k and v (Tk, Hkv, D), lse (Hq, Tq) float32 by the natural logarithm. The shape has the packages'
     names: cu_seqlens_q and cu_seqlens_k (S + 1,) int32, max_seqlen_q, max_seqlen_k, softmax_scale, and how many keys
-    before and behind its own a query sees, window_size_left (-1 is no limit) and window_size_right.
+    before and after its own position a query sees, window_size_left (-1 means no limit) and window_size_right.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -66,7 +66,7 @@ def torch_flash() -> Kernel:
 
     def backward(dout, q, k, v, out, lse, softmax_scale, **shape):
         seqlens = [shape.pop(name) for name in SEQLENS]
-        # The random state is read only with dropout; its type and shape are those of torch.nn.attention.varlen.
+        # Only dropout reads the random state; type and shape are copied from torch.nn.attention.varlen.
         state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         return torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, *seqlens, 0.0, True, state, unused, scale=softmax_scale, **shape
@@ -95,7 +95,7 @@ def flash_attention_3() -> Kernel:
     """The kernels of flash-attn 3 for Hopper, as operators of torch."""
     import flash_attn_3._C  # noqa: F401  registers the operators
 
-    # These have kept their argument names since May 2025, the package's Python functions have not.
+    # The operators have kept their argument names since May 2025; the package's Python functions have not.
     fwd, bwd = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
     # Arguments that have no default in older builds.
     absent = """k_new v_new q_v out cu_seqlens_k_new seqused_q seqused_k page_table kv_batch_idx leftpad_k
@@ -108,13 +108,13 @@ def flash_attention_3() -> Kernel:
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         shape |= {"seqused_q": None, "seqused_k": None, "is_causal": True, "deterministic": False}
         bwd(dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, **shape)
-        return dq, dk, dv  # builds return different tuples, all of them fill these
+        return dq, dk, dv  # the returned tuple differs between builds, but every build fills these tensors
 
     return Kernel(forward, backward)
 
 
-# Each of these imports its package. ATTN_IMPL takes those that FLASH_PACKAGES in grpo/plan/machine.py lists too; the
-# tests have a stand-in of each package.
+# Each function imports its package. A new one is a value of ATTN_IMPL only if FLASH_PACKAGES in grpo/plan/machine.py
+# lists it too. The tests have a stand-in for each package.
 KERNELS = {kernel.__name__: kernel for kernel in (torch_flash, flash_attention_2, flash_attention_3)}
 
 
@@ -126,7 +126,7 @@ def install_attention(attention: str) -> str:
     if attention not in KERNELS:
         return attention
     KERNELS[attention]()  # A package that is missing or broken raises here, before weights are loaded.
-    # Not under its own name: for one with `flash` transformers would look for a kernel on the Hub in its place.
+    # The name must not contain `flash`: transformers would replace it by a kernel from the Hub.
     name = "sinks_" + attention.replace("flash", "kernel")
     AttentionInterface.register(name, functools.partial(kernel_attention, attention))
     return name
@@ -170,7 +170,7 @@ class SinkAttention(torch.autograd.Function):
         n, keys = ctx.batch.queries, ctx.batch.keys
         gradient = gradient[:n].contiguous()
         dq, dk, dv = ctx.kernel.backward(gradient, q[:n], k[keys], v[keys], out, total.contiguous(), **ctx.shape)
-        # A prompt's key has a gradient from each of its completions: added up in float32.
+        # A prompt's key has a gradient from each of its completions; they are summed in float32.
         wide = torch.promote_types(k.dtype, torch.float32)
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device).index_add_(0, keys, d.to(wide)) for d in (dk, dv))
         dsink = None
@@ -187,7 +187,7 @@ def base_of(model: torch.nn.Module) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def attention_of(model: torch.nn.Module, implementation: str) -> Iterator[None]:
-    """Run `model` with another attention inside the block: generation has a new shape at every token."""
+    """Run `model` with another attention `implementation` inside the block, such as for generation."""
     base = base_of(model)
     before = base.config._attn_implementation
     base.set_attn_implementation(implementation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in gpt-oss's format: written into a folder that is complete or absent."""
+"""Writes checkpoints in gpt-oss's format; their folder is either complete or absent."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from grpo.plan.hub import TINY_PATH, WEIGHTS_INDEX
 from grpo.run.durable import locked
 
 SHARD_BYTES = 4 * 2**30
-MakeTensor = Callable[[str, torch.Tensor], torch.Tensor]  # from its name and a meta tensor of its type and shape
+MakeTensor = Callable[[str, torch.Tensor], torch.Tensor]  # (name, meta tensor of that type and shape) -> tensor
 
 
 @contextlib.contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
     """Yield an empty sibling of `out` that becomes `out` by a rename if the body succeeds and is removed if not.
 
-    What a killed process left there is deleted first. Raises ModelError if `out` is not empty, or if a living process
-    is writing it: its lock ends with the process, however that ends.
+    Files of a killed process in the sibling are deleted first. Raises ModelError if `out` is not empty, or if another
+    process holds the lock on the sibling; the system releases it when that process ends.
     """
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -46,7 +46,7 @@ def new_directory(out: Path) -> Iterator[Path]:
             yield temporary
             os.umask(umask := os.umask(0o077))
             for path in filter(Path.is_file, temporary.rglob("*")):
-                path.chmod(0o666 & ~umask)  # safetensors makes files for their owner alone.
+                path.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read.
             os.replace(temporary, out)  # This replaces an empty folder as well.
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -55,9 +55,9 @@ def new_directory(out: Path) -> Iterator[Path]:
 def expected_tensors(config: GptOssConfig) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint with this config by name, on the meta device.
 
-    They are those of transformers' own model in BF16; with a quantization_config its expert matrices are in MXFP4.
-    Those are stored transposed against its modules: rows are outputs, the quantized last dimension is the input, and
-    the rows of gate_up_proj alternate gate, up, gate, up.
+    The tensors are those of transformers' own model in BF16. With a quantization_config the expert matrices are in
+    MXFP4, and then transposed relative to the modules: rows are outputs, the quantized last dimension is the input,
+    and the rows of gate_up_proj alternate between gate and up.
     """
     quantized = getattr(config, "quantization_config", None) is not None
     with torch.device("meta"):
@@ -78,8 +78,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_checkpoint(directory: Path, shape: Shape, make: MakeTensor, tokenizer: Tokenizer) -> None:
-    """Fill `directory` with a checkpoint, its tensors supplied by `make`, its chat template and the constants of its
-    config.json those of data/tiny."""
+    """Fill `directory` with a checkpoint. `make` supplies the tensors; the chat template and the constants in
+    config.json are copied from data/tiny."""
     token_ids = special_token_ids(tokenizer)
     config = config_dict(shape, token_ids)
     write_json(directory / "config.json", config)
@@ -95,11 +95,11 @@ def write_checkpoint(directory: Path, shape: Shape, make: MakeTensor, tokenizer:
 
 
 def write_tensors(directory: Path, expected: Mapping[str, torch.Tensor], make: MakeTensor) -> None:
-    """Write the `expected` tensors (of the meta device, by name), in order, as `make` supplies them, in shards of
-    SHARD_BYTES and their index; memory holds one shard."""
+    """Write the tensors that `make` supplies for `expected` (meta tensors by name) to shards of SHARD_BYTES, with an
+    index. Memory holds one shard at a time."""
     split = split_torch_state_dict_into_shards(dict(expected), max_shard_size=SHARD_BYTES)
     for filename, names in split.filename_to_tensors.items():
-        # The tensors are in no variable: that would hold the last shard while the next is made.
+        # No variable refers to the tensors, because it would keep a shard in memory while the next one is made.
         save_file(
             {name: make(name, expected[name]).contiguous() for name in names}, directory / filename, {"format": "pt"}
         )

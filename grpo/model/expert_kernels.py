@@ -42,7 +42,7 @@ def activation(gate_up, bias, expert, out, columns, limit: tl.constexpr, alpha: 
 def activation_backward(
     gate_up, bias, expert, gradient, out, columns, limit: tl.constexpr, alpha: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row of the gradient by `gate_up` (rows, 2 * columns), from that by the output of `activation`."""
+    """One row of the gradient with respect to `gate_up` (rows, 2 * columns), given that of the `activation`."""
     row = tl.program_id(0).to(tl.int64)
     gate_in, up_in = load_gate_up(gate_up, bias, row, tl.load(expert + row), columns, BLOCK)
     gate = tl.minimum(gate_in, limit)
@@ -83,7 +83,7 @@ def combine(rows, bias, expert, inverse, weights, out, columns, pairs: tl.conste
 def combine_backward(
     gradient, rows, bias, expert, inverse, weights, d_rows, d_weights, columns, pairs: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The gradients of `combine` by one pair's row and by its router weight."""
+    """The gradients of `combine` with respect to one pair's row and its router weight."""
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(inverse + pair)
     at = tl.arange(0, BLOCK)
@@ -98,13 +98,13 @@ def combine_backward(
 
 @triton.jit
 def power_of(scale):
-    # 2 ** (scale - 127) by its bits; that of 0 is subnormal.
+    # The bits of the float32 2 ** (scale - 127), which is subnormal for a scale of 0.
     return tl.where(scale == 0, 1 << 22, scale << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def first(code):
-    # The e2m1 in the low bits of a byte, the first of its two, as the top of a float32.
+    # Moves the first e2m1 of a byte, in its low bits, to the top bits of a float32.
     return (code & 8) << 28 | (code & 7) << 22
 
 
@@ -115,14 +115,14 @@ def second(code):
 
 @triton.jit
 def scaled(bits, power):
-    # e2m1 is the top of a float32 whose exponent has a bias of 1 instead of 127.
+    # An e2m1 has the layout of a float32's top bits, but an exponent bias of 1 instead of 127: the factor is 2**126.
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power
 
 
 @triton.jit
 def two_weights(low, high, power):
     """Two weights as the BF16 halves of one int32, `low` first, from the bits that `first` and `second` return."""
-    # The values need no more bits than a BF16 has, subnormal ones included: cutting a float32 off rounds nothing.
+    # Every value fits into a BF16 exactly, subnormal ones included, so cutting off a float32 does not round.
     low = scaled(low, power).to(tl.uint32, bitcast=True)
     high = scaled(high, power).to(tl.uint32, bitcast=True)
     return (low >> 16 | high & 0xFFFF0000).to(tl.int32, bitcast=True)
@@ -159,8 +159,7 @@ def dequantize_swizzled(
     chunk = tl.program_id(0) * (GROUPS // 2) + tl.arange(0, GROUPS // 2)[None, :, None]
     word = row // 2 * value_words + chunk * 32 + row % 2 * 16 + tl.arange(0, 16)[None, None, :]
     bits = tl.load(values + word, chunk * 32 < value_words, 0).to(tl.uint32, bitcast=True)
-    # This is the order of the weights' bytes: a thread's next four words are those of 16 bytes, which it stores at
-    # once.
+    # Now the words are in the order of the weights' bytes, so that a thread stores the 16 bytes of four words at once.
     bits = tl.permute(tl.reshape(bits, (8, GROUPS // 2, 4, 4)), (0, 1, 3, 2))[:, :, :, None, :]
     bits = tl.reshape(tl.broadcast_to(bits, (8, GROUPS // 2, 4, 2, 4)), (8, GROUPS, 16))
 
@@ -168,8 +167,8 @@ def dequantize_swizzled(
     byte = tl.arange(0, 16)[None, None, :]
     inside, second = group < groups, byte // 4 % 2
     scale = tl.load(scales + group // 2 * 32 + row * 2 + group % 2, inside, 0).to(tl.int32)
-    # A word's halves hold the first and the second weights of four bytes, each in the bits that it has in a BF16, the
-    # next three to the right of the weight before; the bits of the last fill the gaps.
+    # The halves of a word hold the first and the second weights of four bytes. The first three weights lie where a
+    # BF16 has them, shifted right by 0, 3 and 6 bits; the bits of the last one fill the gaps.
     last = (bits << 1) & 0x80008000 | (bits >> 3) & 0x01800180 | (bits >> 7) & 0x00400040
     upper, lower = bits << second * 6, tl.where(second == 1, last, bits << 3)
     upper = two_weights((upper << 16) & 0x81C00000, upper & 0x81C00000, power_of(scale & 255))
@@ -196,7 +195,7 @@ def packed_product(
     end = tl.load(offs + expert)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     groups = depth // 32
-    line = (expert.to(tl.int64) * width + column) * groups  # of groups of 32 weights, one scale and 16 bytes each
+    line = (expert.to(tl.int64) * width + column) * groups  # index of a group of 32 weights: one scale and 16 bytes
     for start_row in range(begin, end, ROWS):
         row = start_row + tl.arange(0, ROWS)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -210,7 +209,7 @@ def packed_product(
             code = tl.load(blocks + byte, inside[:, :, None], 0).to(tl.uint32)
             low = widened(first(code), power, even, COLUMNS, GROUPS)
             high = widened(second(code), power, even, COLUMNS, GROUPS)
-            half = start * 16 + tl.arange(0, GROUPS * 16)  # a byte's low bits hold the first weight of two
+            half = start * 16 + tl.arange(0, GROUPS * 16)  # a byte's low bits hold the even weight
             where = row.to(tl.int64)[:, None] * (depth // 2) + half[None, :]
             mask = (row < end)[:, None] & (half < depth // 2)[None, :]
             total = tl.dot(tl.load(even + where, mask, 0.0), low, total)

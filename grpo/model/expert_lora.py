@@ -15,12 +15,12 @@ from torch.nn.functional import pad
 from grpo.model.experts import OURS, Experts, QuantizedExperts, expert_weights, quantized_experts
 from grpo.plan.targets import EXPERT_PARAMETERS
 
-RANK_MULTIPLE = 8  # grouped products want rows of 16 bytes: smaller ranks are filled up with zeros
+RANK_MULTIPLE = 8  # grouped products need rows of 16 bytes, so the rank is padded with zeros
 
 
 def low_rank(layer: torch.nn.Module) -> tuple[Tensor, Tensor]:
-    """A (E, r, in) and scale * B (E, out, r) of an adapted layer in float32, with E = 1 for a linear one. PEFT stores
-    those of experts as lora_A (E * r, in) and lora_B (out, r * E)."""
+    """(A, scale * B) of an adapted layer in float32: (E, r, in) and (E, out, r), with E = 1 for a linear layer. For
+    experts PEFT stores them as lora_A (E * r, in) and lora_B (out, r * E)."""
     assert isinstance(layer, LoraLayer)
     count = int(layer.num_experts) if isinstance(layer, ParamWrapper) else 1
     a, b = (layer.get_parameter(f"lora_{name}.default.weight").float() for name in "AB")
@@ -38,19 +38,19 @@ def base_norm(layer: torch.nn.Module) -> Tensor:
 
 
 def update_norm(layer: torch.nn.Module) -> Tensor:
-    """2-norm of the product that the adapter adds to these weights, computed from matrices of r x r alone."""
+    """2-norm of the adapter's update scale * B @ A of a layer, computed from r x r matrices alone."""
     a, b = low_rank(layer)
     return ((b.mT @ b) * (a @ a.mT)).sum().sqrt()
 
 
 class ExpertAdapter(ParamWrapper):
-    """PEFT's LoRA of one parameter of the experts, whose factors `experts_forward` takes. PEFT merges their product
-    into the weights at each use: that costs the weights' size in memory, once more for the gradient, and packed experts
-    have no weights to merge into."""
+    """PEFT's LoRA of a parameter of the experts, whose factors are passed to `experts_forward`. PEFT itself merges
+    their product into the weights at each use, which takes the weights' size in memory twice, with the gradient, and is
+    impossible for packed experts."""
 
     def forward(self, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
         experts = self.get_base_layer()
-        # Other experts of transformers do not know of the factors, and merged weights contain them.
+        # Other implementations of the experts ignore the factors, and merged weights already contain them.
         ours = isinstance(experts, QuantizedExperts) or vars(experts)["config"]._experts_implementation == OURS
         if self.merged or not ours:
             return super().forward(x, *args, **kwargs)
@@ -58,7 +58,7 @@ class ExpertAdapter(ParamWrapper):
         if not self.disable_adapters and self.active_adapters:
             a, b = low_rank(self)
             fill = (0, -a.shape[1] % RANK_MULTIPLE)
-            # Products want contiguous rows or columns: in PEFT's B the experts come last.
+            # Grouped products need contiguous rows or columns, but the last dimension of PEFT's B is the expert.
             a, b = pad(a.transpose(1, 2), fill).contiguous(), pad(b, fill).contiguous().transpose(1, 2)
             adapters[self.parameter_name] = a, b
         try:
@@ -69,8 +69,8 @@ class ExpertAdapter(ParamWrapper):
 
 @contextlib.contextmanager
 def experts_wrapped(model: torch.nn.Module) -> Iterator[None]:
-    """Let PEFT put an adapter on `model` inside the block, also on experts that are kept in MXFP4: PEFT asks for
-    parameters of a shape, of which these have none. At the end its wrappers of experts become `ExpertAdapter`s."""
+    """Let PEFT add an adapter to `model` inside the block, also to MXFP4 experts, which get placeholder parameters
+    because PEFT reads their shapes. At the end PEFT's wrappers of experts become `ExpertAdapter`s."""
     quantized = quantized_experts(model)
     for experts in quantized:
         (count, twice), hidden = experts.gate_up_proj_bias.shape, experts.down_proj_bias.shape[1]

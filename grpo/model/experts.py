@@ -17,21 +17,21 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 OURS = "frozen_experts"  # name of `experts_forward` in transformers
 GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
-FEW = 256  # tokens, up to which reading the weights takes longer than computing with them
+FEW = 256  # up to so many tokens, reading the weights takes longer than computing with them
 
 
 class QuantizedExperts(torch.nn.Module):
     """A stand-in for a layer's GptOssExperts that keeps the checkpoint's own MXFP4 tensors, under their own names. If
     not `packed`, it has no weights and cannot compute until grpo/rollout/shared_weights.py lends it those of vLLM."""
 
-    is_transposed = True  # as GptOssExperts, (E, in, out): PEFT asks for it
-    dequantize_again = False  # in the backward pass (FrozenProduct)
+    is_transposed = True  # PEFT reads this attribute: the weights are (E, in, out), as in GptOssExperts
+    dequantize_again = False  # whether the backward pass dequantizes again (FrozenProduct)
     gate_up_proj_bias: torch.nn.Parameter
     down_proj_bias: torch.nn.Parameter
 
     def __init__(self, config: GptOssConfig, packed: bool = True) -> None:
         super().__init__()
-        # The arguments of `dequantize_swizzled` for each matrix. Buffers would be moved and saved with the model.
+        # Arguments of `dequantize_swizzled` by matrix, not as buffers: these would be moved and saved with the model.
         self.shared: dict[str, tuple[Tensor, Tensor, int, int]] = {}
         count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
         for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
@@ -50,15 +50,15 @@ Adapters = Mapping[str, tuple[Tensor, Tensor]]
 
 
 def quantized_experts(model: torch.nn.Module) -> list[QuantizedExperts]:
-    """Those of every layer, in order."""
+    """The QuantizedExperts of a model, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, QuantizedExperts)]
 
 
 def experts_forward(module: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """transformers' experts interface: `hidden_states` (N, H), `top_k_index` and `top_k_weights` (N, k) -> (N, H).
 
-    The weights get no gradient. While `module.adapters` holds the factors A (E, in, r) and B (E, r, out) of a parameter
-    by its name, their product is added to it.
+    The weights get no gradient. `module.adapters`, if it is set, holds factors A (E, in, r) and B (E, r, out) by the
+    name of a parameter, to which their product is added.
     """
     hidden, adapters = hidden_states.to(module.gate_up_proj_bias.dtype), getattr(module, "adapters", {})
     few = len(hidden) <= FEW and not torch.is_grad_enabled()
@@ -71,8 +71,8 @@ ALL_EXPERTS_FUNCTIONS.register(OURS, experts_forward)
 
 
 def expert_weights(module: Experts, name: str) -> Tensor:
-    """(E, in, out) weights of `gate_up_proj` or `down_proj`: a parameter, or dequantized for the moment, from vLLM's
-    tensors where `module.shared` holds `dequantize_swizzled`'s arguments by that name."""
+    """(E, in, out) weights of `gate_up_proj` or `down_proj`: the parameter, or a temporary that is dequantized from
+    vLLM's tensors if `module.shared` has them, else from the module's own."""
     if hasattr(module, name):
         return getattr(module, name)
     if shared := cast(QuantizedExperts, module).shared:
@@ -88,9 +88,8 @@ def even_and_odd(rows: Tensor) -> Tensor:
 
 
 def packed_product(module: Experts, name: str, rows: Tensor, offs: Tensor) -> Tensor:
-    """`FrozenProduct` of packed weights on a GPU, which are dequantized on their way into the product: for few rows,
-    where writing and reading them takes longer than the arithmetic. Without gradients; sums are rounded in another
-    order."""
+    """`FrozenProduct` of packed weights on a GPU without gradients. The kernel dequantizes tile by tile: few rows take
+    less time than writing and reading whole weights. Sums are rounded in another order."""
     blocks, scales = (getattr(module, f"{name}_{part}") for part in ("blocks", "scales"))
     out, halves = rows.new_empty(len(rows), blocks.shape[1]), even_and_odd(rows)
     tile = {"ROWS": 16 if len(rows) <= 16 * len(blocks) else 32, "COLUMNS": 128, "GROUPS": 4}
@@ -102,8 +101,8 @@ def packed_product(module: Experts, name: str, rows: Tensor, offs: Tensor) -> Te
 def routed_experts(
     module: Experts, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters, fused: bool
 ) -> Tensor:
-    """Each token's experts, on a GPU by `packed_product` if `fused`. The values are those of transformers' grouped_mm
-    experts bit by bit: the same products, and in between the same roundings to BF16, in two kernels instead of
+    """Apply each token's experts, on a GPU with `packed_product` if `fused`, else bit by bit as transformers'
+    grouped_mm experts: with the same products and, between them, the same roundings to BF16, in two kernels instead of
     twenty."""
     expert, order = index.flatten().sort()  # (S,), S = N * k: token-expert pairs, by expert
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -114,7 +113,7 @@ def routed_experts(
         out = (packed_product if fused else FrozenProduct.apply)(module, name, rows, offs)
         if name not in adapters:
             return out
-        # On Blackwell the kernels may give experts without rows a gradient (github.com/pytorch/pytorch/issues/172439).
+        # On Blackwell, experts without rows may get a gradient (https://github.com/pytorch/pytorch/issues/172439).
         used = offs.diff(prepend=offs.new_zeros(1)).bool()[:, None, None]
         a, b = (torch.where(used, factor.to(rows.dtype), 0) for factor in adapters[name])
         return out + grouped_mm(grouped_mm(rows, a, offs=offs), b, offs=offs)
@@ -127,11 +126,10 @@ def routed_experts(
 
 class FrozenProduct(torch.autograd.Function):
     """(S, in) rows, sorted by expert, times the weights `name` of their expert, which get no gradient: (S, out). `offs`
-    (E,) is where the rows of each expert end.
+    (E,) are the ends of each expert's rows.
 
-    Without gradient checkpointing every layer waits for its backward pass, so packed weights are dequantized again
-    there instead of being kept: those of all layers would take 36 GiB of gpt-oss-20b. With checkpointing only one layer
-    waits.
+    With gradient checkpointing, autograd keeps the dequantized weights of a single layer. Without it, the backward pass
+    dequantizes them again, because those of all layers would take 36 GiB in gpt-oss-20b.
     """
 
     @staticmethod
@@ -167,7 +165,7 @@ def combine(rows: Tensor, bias: Tensor, expert: Tensor, inverse: Tensor, weights
 
 
 class Spread(torch.autograd.Function):
-    """(N, H) tokens to (S, H) on a GPU: a row for each pair, sorted by expert."""
+    """(N, H) tokens to (S, H) on a GPU: a row for each token-expert pair, sorted by expert."""
 
     @staticmethod
     def forward(ctx, hidden, expert, order, inverse, pairs):
@@ -197,7 +195,7 @@ class Activation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        saved = ctx.saved_tensors  # Read once: torch's checkpointing unpacks them a single time.
+        saved = ctx.saved_tensors  # Read only once, because gradient checkpointing allows a single unpacking.
         out = torch.empty_like(saved[0])
         tensors = *saved, gradient.contiguous(), out
         launch_rows(kernels().activation_backward, *gradient.shape, *tensors, limit=GATE_LIMIT, alpha=GATE_ALPHA)
@@ -217,7 +215,7 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        saved = rows, *_, weights = ctx.saved_tensors  # Read once, as above.
+        saved = rows, *_, weights = ctx.saved_tensors  # Read once, as in Activation.
         d_rows, d_weights = torch.empty_like(rows), torch.empty_like(weights)
         tensors = gradient.contiguous(), *saved, d_rows, d_weights
         launch_rows(kernels().combine_backward, *rows.shape, *tensors, pairs=weights.shape[1])
@@ -261,7 +259,7 @@ def launch_rows(kernel: Any, rows: int, columns: int, *tensors: Tensor | None, *
 
 def kernels() -> ModuleType:
     """The module of Triton's kernels."""
-    # The import is late because triton comes with torch's builds for GPUs only.
+    # The import is late because only torch's GPU builds include triton.
     from grpo.model import expert_kernels
 
     return expert_kernels

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, GptOssForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-PAD = 8  # kernels want sizes that are multiples of it
+PAD = 8  # kernels need sizes that are multiples of PAD
 FAST = "warmup"  # name of both fast layers in transformers
 
 
@@ -20,12 +20,12 @@ def fast_attention(
 ) -> tuple[Tensor, None]:
     """Attention with sinks by PyTorch's fused kernels: the sink is one more key whose value is zero.
 
-    Of `query` (B, H, T, D) and the keys, each head gets `PAD` dimensions more, of which one carries the sink's logit,
-    and `PAD` keys are added, of which the mask (1, 1, T, T + PAD) shows the first. Returns (B, T, H, D).
+    Each head of `query` (B, H, T, D) and of the keys gets `PAD` more dimensions, the first of which carries the sink's
+    logit. `PAD` keys are added, and the mask (1, 1, T, T + PAD) hides all but the first. Returns (B, T, H, D).
     """
     batch, heads, columns, size = query.shape
     groups = heads // key.shape[1]
-    # Under autocast RoPE leaves float32 behind; the mask has the type to compute in.
+    # Under autocast RoPE returns float32; the mask has the type to compute in.
     query, key, value = (x.to(attention_mask.dtype) for x in (query, key, value))
     unit = query.new_zeros(batch, heads, columns, PAD)
     unit[..., 0] = 1
@@ -43,9 +43,9 @@ def fast_attention(
 
 
 def fast_experts(module: GptOssExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """All experts on all tokens (N, H) in three matrix products; those that the router left out get a weight of zero.
+    """All experts on all tokens (N, H) in three matrix products; experts that the router did not choose have weight 0.
 
-    Half of the arithmetic is wasted with 4 of 8, and it is still faster than a loop over experts.
+    With 4 of 8 experts half of the arithmetic is wasted, but it is still faster than a loop over experts.
     """
     experts, hidden, _ = module.gate_up_proj.shape
 
@@ -55,7 +55,7 @@ def fast_experts(module: GptOssExperts, hidden_states: Tensor, top_k_index: Tens
 
     gate = project(slice(0, None, 2)).clamp(max=module.limit)
     up = project(slice(1, None, 2)).clamp(min=-module.limit, max=module.limit)
-    # The type of the products, BF16 under autocast: wide tensors in float32 would take twice the memory.
+    # The weights get the type of the products, BF16 under autocast: float32 would take twice the memory.
     weights = torch.zeros(len(hidden_states), experts, dtype=gate.dtype, device=gate.device)
     weights = weights.scatter(1, top_k_index, top_k_weights.to(weights.dtype))
     inner = (up + 1) * gate * torch.sigmoid(gate * module.alpha)

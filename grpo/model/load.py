@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading: the model in BF16 or with MXFP4 experts, the tokenizer."""
+"""Loads the model, in BF16 or with MXFP4 experts, adapters and the tokenizer."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from grpo.preflight.choices import choose_threads
 from grpo.run.ending import UnloadableModel
 from grpo.settings import Settings, format_exception, log
 
-LARGEST_WEIGHT = 1e6  # of an adapter; those of a trained one are far below 10
-# Embeddings and output head, which vLLM can lend, as it can the experts.
+LARGEST_WEIGHT = 1e6  # limit for an adapter's weights; training keeps them far below 10
+# Embeddings and output head. vLLM can lend them to the trainer, like the experts.
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -48,16 +48,16 @@ def paged_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     weight sync reads it."""
     for module in quantized_experts(model):
         yield from module.buffers(recurse=False)
-    yield from dict.fromkeys(tables_of(model))  # once where they are tied
+    yield from dict.fromkeys(tables_of(model))  # dict.fromkeys yields them once if they are tied
 
 
-# torch's allocator frees only whole segments: requests from OWN_SEGMENT on have one, in multiples of SEGMENT_STEP, of
-# which it gives a remainder of more than 1 MiB to others (c10/cuda/CUDACachingAllocator.cpp, should_split).
+# torch's allocator frees only whole segments. Requests of OWN_SEGMENT bytes and more get a segment, whose size is a
+# multiple of SEGMENT_STEP; others may use a remainder above 1 MiB (c10/cuda/CUDACachingAllocator.cpp, should_split).
 OWN_SEGMENT, SEGMENT_STEP = 10 * 2**20, 2 * 2**20
 
 
 def copy_to_own_segment(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device` that shares its segment of torch's allocator with nothing: an adapter's matrix behind a
+    """A copy on `device` that is alone in its segment of torch's allocator: any small tensor in the segment of a
     layer's experts would keep all of their memory from being freed."""
     size = max(OWN_SEGMENT, -(-tensor.nbytes // SEGMENT_STEP) * SEGMENT_STEP)
     segment = torch.empty(size, dtype=torch.uint8, device=device)[: tensor.nbytes]
@@ -65,11 +65,11 @@ def copy_to_own_segment(tensor: torch.Tensor, device: torch.device) -> torch.Ten
 
 
 def load_quantized(model_path: str, attention: str, device: str, packed: bool = True) -> PreTrainedModel:
-    """The model with its experts as they are in the checkpoint, everything else as `from_pretrained` has it. If not
-    `packed`, experts, embeddings and head have no weights, for vLLM to lend: the latter two are NaN without memory.
+    """The model with MXFP4 experts as in the checkpoint, and everything else as `from_pretrained` loads it. If not
+    `packed`, vLLM lends experts, embeddings and head: the experts have no weights, the others are NaN without memory.
 
-    transformers' own MXFP4 path computes with kernels that have no backward pass, so the module is exchanged. Raises
-    ValueError where the checkpoint holds other tensors.
+    QuantizedExperts replace the experts of transformers, whose MXFP4 kernels have no backward pass. Raises ValueError
+    if the checkpoint's tensors do not match the model.
     """
     config = AutoConfig.from_pretrained(model_path)
     del config.quantization_config
@@ -84,7 +84,7 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
         for name in TABLES:
             nan = torch.full((), math.nan, dtype=expected[name].dtype, device=device)
             tensors[name] = nan.expand(expected[name].shape)
-    for shard in sorted(Path(model_path).glob("model*.safetensors")):  # an adapter beside them is none of the model's
+    for shard in sorted(Path(model_path).glob("model*.safetensors")):  # the pattern excludes an adapter in this folder
         try:
             with safe_open(shard, "pt", device=device) as file:
                 names = (name for name in file.keys() if not name.endswith(lent))  # noqa: SIM118
@@ -113,8 +113,8 @@ def dequantize_experts(model: PreTrainedModel) -> None:
     """Dequantize the experts of `load_quantized` to BF16, layer by layer, into the modules that transformers would
     have.
 
-    The values are those of `Mxfp4Config(dequantize=True)`, whose temporaries leave torch's allocator in pieces: some 8
-    GiB on an H100, which vLLM cannot have while the trainer lives. On a GPU the weights are transposed views.
+    The values equal those of `Mxfp4Config(dequantize=True)`, but that fragments torch's allocator: some 8 GiB on an
+    H100 would be unavailable to vLLM while the trainer lives. On a GPU the weights are transposed views.
     """
     for layer in model.model.layers:
         quantized = layer.mlp.experts
@@ -140,10 +140,10 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
         torch.set_num_threads(threads)
     if has_mxfp4(config):
         model = load_quantized(model_path, name, device, packed=experts != "shared")
-        if experts == "paged":  # before the adapter takes the rest of their segments
+        if experts == "paged":  # before the adapter is allocated in the rest of their segments
             for tensor in paged_tensors(model):
                 tensor.data = copy_to_own_segment(tensor.data, tensor.device)
-                torch.cuda.empty_cache()  # each time: a smaller one would take a part of what this one leaves
+                torch.cuda.empty_cache()  # each time, or a smaller tensor would get a part of the freed segment
         if experts != "bf16":
             return model
         dequantize_experts(model)
@@ -155,8 +155,8 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
 
 
 def in_working_type(model: PreTrainedModel) -> PreTrainedModel:
-    """The model as it computes: in BF16 on a GPU; on a CPU in float32 with the same numbers, as many CPUs only emulate
-    BF16, several times slower."""
+    """The model in the type in which it computes: BF16 on a GPU; on a CPU float32 with the same values, because many
+    CPUs only emulate BF16, several times slower."""
     return model.float() if model.device.type == "cpu" else model
 
 
@@ -181,7 +181,7 @@ def load_to_train(
             phase.result = f"{model.num_parameters() / 1e6:.2f}M parameters on {model.device}"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever the libraries raise for damage that the preflight cannot see
+    except Exception as error:  # the libraries raise many types for damage that the preflight cannot see
         log.info("the model cannot be loaded", exc_info=error, extra=FILE_ONLY)
         raise UnloadableModel(str(error) if isinstance(error, ValueError) else format_exception(error)) from error
     return tokenizer, model
@@ -189,10 +189,10 @@ def load_to_train(
 
 def load_adapter(policy: PeftModel, folder: str | Path) -> None:
     """Replace the weights of the policy's adapter by those in `folder`, of the same rank and targets, to train on.
-    Raises UnloadableModel where a weight is not finite, or too large for any use."""
+    Raises UnloadableModel if a weight is not finite or absurdly large."""
     policy.load_adapter(str(Path(folder).expanduser()), "default", is_trainable=True)
     for name, parameter in policy.named_parameters():
-        if parameter.requires_grad and not parameter.detach().abs().max() < LARGEST_WEIGHT:  # NaN is not less either.
+        if parameter.requires_grad and not parameter.detach().abs().max() < LARGEST_WEIGHT:  # Also true of NaN.
             fault = f"its weight {name} is not finite, or {LARGEST_WEIGHT:.0e} and more"
             raise UnloadableModel(f"INIT_ADAPTER={folder}: {fault}. Name another adapter (a run's best/, a checkpoint)")
 
@@ -217,7 +217,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def unseen_gpu(machine: Machine) -> str | None:
-    """Why the machine's GPU is of no use to torch, or None."""
+    """Why torch cannot use the machine's GPU; None if it can or if there is no GPU."""
     if not machine.gpus or torch.cuda.is_available():
         return None
     problem = f"{machine.gpu} is there, but torch {torch.__version__} does not see it"

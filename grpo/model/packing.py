@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: prompts and completions in dense rows, each prompt once for all of its completions."""
+"""Packs prompts and completions into dense rows, each prompt once for all of its completions."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class PackedBatch:
 def pack_batch(
     prompts: Sequence[Tokens], completions: Sequence[Tokens], share: bool, one_row: bool, device: torch.device | str
 ) -> PackedBatch:
-    """Pack completions, each with its prompt (both as token ids). Equal prompts stand there once if they `share`; all
-    groups stand in one row, or each in a row of its own. Indices count through all rows."""
+    """Pack completions, each with its prompt (both as token ids). With `share` the completions of equal prompts form a
+    group. With `one_row` all groups are in one row, else each has its own. Indices count through all rows."""
     groups: dict[Hashable, list[int]] = {}
     for i, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt) if share else i, []).append(i)
@@ -81,7 +81,7 @@ def pack_batch(
 
 
 def may_attend(batch: PackedBatch, window: int | None) -> Tensor:
-    """(R, T, T) bool: what each token attends to. Padding attends to padding, so that no row of scores is empty."""
+    """(R, T, T) bool: which tokens each token attends to. Padding attends to padding: no row of scores may be empty."""
     group, segment, position = batch.group, batch.segment, batch.positions
     distance = position[:, :, None] - position[:, None, :]
     allowed = (group[:, :, None] == group[:, None, :]) & (distance >= 0)
@@ -92,9 +92,9 @@ def may_attend(batch: PackedBatch, window: int | None) -> Tensor:
 def cut_micro_batches(
     prompts: Sequence[Hashable], lengths: Sequence[tuple[int, int]], most_tokens: int, share: bool
 ) -> list[list[int]]:
-    """Indices of the completions that go through the model together, by micro-batch: at most `most_tokens` tokens in
-    each (or a single completion that has more). `lengths` are those of prompt and completion; equal `prompts` are
-    computed once a micro-batch if they `share`.
+    """The indices of the completions in each micro-batch, which has at most `most_tokens` tokens or a single
+    completion. `lengths` are (prompt, completion) in tokens. With `share`, a micro-batch computes equal prompts only
+    once.
 
     >>> cut_micro_batches("aab", [(10, 5), (10, 5), (10, 5)], most_tokens=20, share=True)
     [[0, 1], [2]]
@@ -116,5 +116,5 @@ def cut_micro_batches(
 
 
 def padded_like(mask: Tensor, batch: PackedBatch, values: Tensor) -> Tensor:
-    """`values` (N,) of the batch's completion tokens as (B, C), zero beyond each completion; differentiable."""
+    """`values` (N,) of the batch's completion tokens in the shape of `mask` (B, C), 0 for padding; differentiable."""
     return values.new_zeros(mask.shape).index_put((batch.rows, batch.columns), values)

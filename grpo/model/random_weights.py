@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint with gpt-oss-20b's shapes and random weights."""
+"""Writes a checkpoint with gpt-oss-20b's shapes and random weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import torch
 from grpo.model import checkpoint
 from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, Shape
 
-# Standard deviations of random matrices, times 1 / sqrt(fan-in), so that rounding stays rounding at any width. With
-# 0.02 everywhere (gpt-oss's initializer_range) two exact BF16 implementations disagree by 0.25 to 0.5 nats a token,
-# because rounding swaps nearly tied experts, which write as much into the residual stream as all there is
-# (docs/models.md). So experts write little, attention writes more (an adapter on it must show), and router scores are
-# spread.
+# Standard deviations of random matrices, times 1 / sqrt(fan-in), so that rounding errors stay small at any width. With
+# 0.02 everywhere (gpt-oss's initializer_range) two exact BF16 implementations disagree by 0.25 to 0.5 nats a token:
+# rounding swaps nearly tied experts, whose outputs are as large as the residual stream (docs/models.md). So experts'
+# outputs are small here, attention's are larger (an adapter on it must have an effect), and router scores are spread.
 MATRIX_GAIN = {
     "q_proj": 0.75,  # attention scores N(0, 1), with YaRN's factor of 1.81 on them: neither flat nor one-hot
     "k_proj": 0.75,
@@ -25,16 +24,16 @@ MATRIX_GAIN = {
     "router": 3.0,
     "gate_up_proj": 1.0,
     "down_proj": 0.1,
-    "lm_head": 1.5,  # logits N(0, 1.5**2): sampled tokens vary, entropy is 1.1 nats below that of even chances
+    "lm_head": 1.5,  # logits N(0, 1.5**2): sampled tokens vary, entropy is 1.1 nats below the uniform distribution's
 }
 E2M1_RMS = math.sqrt(sum(value**2 for value in E2M1) / len(E2M1))  # 2.926, of equally likely codes
 
 
 def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Noise for one tensor of a checkpoint, of the shape of `like`; norms are ones.
+    """A random tensor of a checkpoint with the shape of `like`; norms are ones.
 
-    An expert's blocks are even random codes. Its scales are two neighbouring powers of two, the larger one as often as
-    the standard deviation of `MATRIX_GAIN` needs.
+    An expert's blocks are uniformly random codes. Its scales are two neighbouring powers of two, the larger one as
+    often as the standard deviation of `MATRIX_GAIN` needs.
     """
     *_, module, last = name.split(".")
     device = generator.device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small gpt-oss that can read the plant's prompts and answer in their format, and does not know what to choose."""
+"""Trains a small gpt-oss to read the plant's prompts and to answer in their format, but not which action to choose."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from grpo.model.warmup_rows import ACTIONS, Rows, make_rows
 from grpo.plan.hub import TINY_PATH
 
 Log = Callable[[str], None]
-# Standard deviations of the initial matrices, times 1 / sqrt(fan-in). With gpt-oss's 0.02 everywhere, narrow layers
-# pass on next to nothing, and the output head of the tiny model could never become sure of an action.
+# Standard deviations of the initial matrices, times 1 / sqrt(fan-in). With gpt-oss's 0.02 everywhere, the outputs of
+# narrow layers almost vanish, and the tiny model's output head could never become sure of an action.
 INITIAL_GAIN = {
     "q_proj": 0.5, "k_proj": 0.5, "v_proj": 1.0, "o_proj": 0.5, "router": 1.0, "gate_up_proj": 1.0, "down_proj": 0.5,
     "lm_head": 0.8,
 }  # fmt: skip
-# Weights of the loss's terms beside the action's own: the answer's fixed tokens, the prompt's tokens, the readings.
+# Weights of the loss's terms relative to the action's: the answer's fixed tokens, the prompt's tokens, the readings.
 FORMAT_WEIGHT, TEXT_WEIGHT, READING_WEIGHT = 0.5, 0.2, 2.0
-TEXT_TOKENS = 8  # of each prompt, drawn again at every step, as the text is always the same
+TEXT_TOKENS = 8  # tokens of each prompt in the loss, drawn anew at every step: prompts differ little
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that a warm-up is made from; changing anything changes the model."""
+    """Everything that a warm-up depends on besides the seed: a change of any field changes the model."""
 
     shape: gptoss.Shape
     prompt: str  # full or compact, as in make_dataset.py
-    windows: int  # of warm-up rows, 40 rows each
-    probe_windows: int  # of rows on which the warm-up is measured
-    seconds: float  # budget of the warm-up; the schedule follows whichever of the two budgets runs out first
+    windows: int  # windows to learn from, with 40 rows each
+    probe_windows: int  # windows on which the warm-up is measured
+    seconds: float  # time budget; the schedule follows this or `steps`, whichever runs out first
     steps: int
     batch: int
     lr: float
-    # How many tokens back each head of each sliding layer looks. The first layer looks at neighbours, so that a number
-    # knows its word. Heads of the last look at their own place: there the adapter turns what was read into an action.
+    # How many tokens back each head of each sliding layer looks. Heads of the first layer look at neighbours, so that a
+    # number's state includes the word before it. Heads of the last look at their own token, where the adapter acts.
     distances: Sequence[Sequence[int]]
-    most_factor: float = 1.0  # of a day's load, its least is the reciprocal (dataset.varied)
-    rounding: float = 0.2  # share of the budget in which the experts are frozen in 4 bit
-    rounding_lr: float = 0.25  # the rate there, times lr
-    # How often the answer of a model that reasons is the action that its chain named; None: it answers at once.
+    most_factor: float = 1.0  # largest factor of a day's load; the smallest is its reciprocal (dataset.varied)
+    rounding: float = 0.2  # share of the budget after the experts were rounded to MXFP4 and frozen
+    rounding_lr: float = 0.25  # learning rate in that share, as a factor of lr
+    # Probability that a reasoning model answers the action that its chain planned; None for a model without a chain.
     follow: float | None = None
 
 
-# Of the tiny model that comes with the project (data/tiny).
+# The recipe of the tiny model in data/tiny.
 TINY_RECIPE = Recipe(
     gptoss.TINY, "compact", windows=1200, probe_windows=20, seconds=math.inf, steps=1200, batch=32, lr=4e-3,
     distances=((1, 2, 3, 4), (0,)), most_factor=2.0,
@@ -88,17 +88,17 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer) -> GptOssForCausalLM:
 def initial_numbers(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
     """Give number tokens embeddings that vary smoothly with the number, with and without a blank before it.
 
-    A warm-up sees each number too rarely to learn from nothing that 37 lies by 38.
+    A warm-up sees each number too rarely to learn by itself that 37 is close to 38.
     """
     texts = [f"{n:0{width}d}" for width in (1, 2, 3) for n in range(10**width)]
     numbers = {tokenizer.token_to_id(before + text): float(text) for text in texts for before in ("", "\u0120")}
-    numbers.pop(None, None)  # not every number has a token, or one with a blank before it
+    numbers.pop(None, None)  # some numbers have no token of their own, with a blank or without
     value = torch.tensor(list(numbers.values())).unsqueeze(1)
     fine, coarse = value / 100 * math.pi, value / 1000 * math.pi
     waves = [fine * k for k in range(1, 7)]
     if max(numbers.values()) > 100:
         waves += [coarse * k for k in range(1, 9)]
-    # The logarithm tells 0 from 1 and 2: whether anything is short matters more than how much.
+    # The logarithm separates 0 from 1 and 2, because whether there is a shortage matters more than its size.
     linear = [value / 1000 - 0.3, (value / 100).clamp(max=1) - 0.5, value.log1p() / 7 - 0.5]
     features = torch.cat([*linear, *(w.sin() for w in waves), *(w.cos() for w in waves)], dim=1)
     table = features @ (torch.randn(features.shape[1], model.config.hidden_size) * 0.1)
@@ -106,18 +106,18 @@ def initial_numbers(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
 
 
 def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]]) -> None:
-    """Let the heads of the first sliding layers look back by `distances`, the tokens of each head, layer after layer.
+    """Let the heads of the first sliding layers look back by `distances`: for each layer, the tokens of each head.
 
-    Fewer distances than heads are repeated; none leaves a layer as it is. A number must know which word precedes it
-    before anything can find it, and from random weights such heads are the slowest thing to appear. The biases of q
-    and k lie in the fast-turning pairs of RoPE, the key's at angle 0, the query's turned back by the distance: their
-    product peaks at that distance.
+    Fewer distances than heads are repeated; an empty list leaves a layer unchanged. Later layers find a number by the
+    word before it, so heads that join the two are needed first, but learning them from random weights takes longest.
+    The biases of q and k are set in the high-frequency pairs of RoPE, the key's at angle 0, the query's turned back by
+    the distance: their product peaks there.
     """
     rotary, size = model.model.rotary_emb, model.config.head_dim
     pairs = [n for n in range(size // 2) if rotary.inv_freq[n] > 0.08]
     turns = rotary.inv_freq[pairs].float()
     fall = (1 - turns.cos()).sum() * rotary.attention_scaling**2 / math.sqrt(size)
-    length = (5.0 / fall).sqrt()  # the logit falls by 5 one token beside the peak
+    length = (5.0 / fall).sqrt()  # makes the logit one token away from the peak smaller by 5
     with torch.no_grad():
         for layer, back in zip(model.model.layers[0::2], distances, strict=False):
             if not back:
@@ -137,7 +137,7 @@ def log_probs(model: GptOssForCausalLM, hidden: Tensor) -> Tensor:
 
 
 def at_answer(hidden: Tensor, lengths: Tensor, answer: int) -> Tensor:
-    """Hidden states (B, answer, H) that predict the last `answer` tokens of each row."""
+    """The hidden states (B, answer, H) that predict the last `answer` tokens of each row."""
     index = lengths[:, None] - answer - 1 + torch.arange(answer, device=lengths.device)
     return hidden.take_along_dim(index[..., None], 1)
 
@@ -159,8 +159,8 @@ def figures(model: GptOssForCausalLM, rows: Rows, limit: int | None = None) -> d
 
     ``parse_rate`` is the probability of an answer ``[k]`` in the final channel; ``reward`` the mean reward, where an
     unparseable answer counts 0; ``greedy`` that of the likeliest action; ``random``, ``best_constant`` and ``oracle``
-    those of reference policies on the same rows. Of a model that reasons, all four plans count, behind the right
-    numbers; ``numbers`` is the probability of these, ``follows`` that of the planned action.
+    those of reference policies on the same rows. For a reasoning model they are sums over chains with the right numbers
+    and any of the four plans; ``numbers`` is the probability of these numbers, ``follows`` that of the planned action.
     """
     indices, parts, chains = torch.arange(len(rows))[:: max(1, len(rows) // (limit or len(rows)))][:limit], [], []
     reasons = len(rows.choices) > 1
@@ -176,7 +176,7 @@ def figures(model: GptOssForCausalLM, rows: Rows, limit: int | None = None) -> d
                 chains.append(torch.stack([numbers, choices[:, -1, plan]]).exp().mean(1).cpu())
             parts.append(p.cpu())
     p, rewards = torch.cat(parts), rows.rewards[indices].cpu()
-    of_chains = zip(("numbers", "follows"), torch.stack(chains).mean(0).tolist(), strict=True)
+    chain_figures = zip(("numbers", "follows"), torch.stack(chains).mean(0).tolist(), strict=True)
     return {
         "parse_rate": p.sum(-1).mean().item(),
         "reward": (p * rewards).sum(-1).mean().item(),
@@ -184,16 +184,16 @@ def figures(model: GptOssForCausalLM, rows: Rows, limit: int | None = None) -> d
         "random": rewards.mean().item(),
         "best_constant": rewards.mean(0).max().item(),
         "oracle": rewards.amax(-1).mean().item(),
-        **(dict(of_chains) if reasons else {}),
+        **(dict(chain_figures) if reasons else {}),
     }
 
 
 class WarmUp:
-    """Supervised training, by which the model learns to read and never what to choose.
+    """Supervised training, in which the model learns to read prompts but not which action is better.
 
-    It learns answers in the right form that name each action as often as another, whatever the prompt says; where it
-    reasons, so do its plans, which answers follow with the recipe's probability. A linear `probe`, thrown away
-    afterwards, reads the rows' readings from a middle layer, where an action is named first.
+    It learns well-formed answers that name each action with the same probability for every prompt; so do the plans of
+    a reasoning model, which answers follow with the recipe's probability. A linear `probe`, which is discarded
+    afterwards, predicts the rows' readings from a middle layer's state at the first token that names an action.
     """
 
     def __init__(self, model: GptOssForCausalLM, rows: Rows, recipe: Recipe, seed: int) -> None:
@@ -211,15 +211,15 @@ class WarmUp:
 
     @property
     def progress(self) -> float:
-        """How far the warm-up is, 0 to 1: by the seconds or by the steps, whichever is further."""
+        """The share of the warm-up that is done, 0 to 1, by seconds or by steps, whichever is larger."""
         return min(1.0, max(self.elapsed / self.recipe.seconds, self.step / self.recipe.steps))
 
     def read(self, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of the `picked` rows (B,) without that of their readings, and the readings (B, R) of the probe."""
+        """The loss of the `picked` rows (B,) without their readings, and the probe's readings (B, R) of them."""
         rows, size = self.rows, len(picked)
         ids, lengths = rows.batch(picked)
         before = lengths - len(rows.answer)
-        # The action's token is visible to the tokens behind it: show them all four. So is the plan's.
+        # Later tokens attend to the tokens of action and plan, so these are drawn from all four actions.
         wanted = torch.ones(size, len(rows.choices), ACTIONS, device=self.device)  # probabilities times ACTIONS
         for choice in range(len(rows.choices)):
             shown = torch.randint(ACTIONS, (size,), device=self.device, generator=self.generator)
@@ -232,7 +232,7 @@ class WarmUp:
         hidden = forward(self.model, ids)
         hook.remove()
         choices, around, numbers = answer_log_probs(self.model, hidden, ids, lengths, rows)
-        # The tokens behind TEXT_TOKENS random places of the prompt are predicted too.
+        # The loss includes the prediction of prompt tokens at TEXT_TOKENS random positions.
         at = torch.rand(size, TEXT_TOKENS, device=self.device, generator=self.generator)
         at = (at * (before - 1)[:, None]).long()
         logp = log_probs(self.model, hidden.take_along_dim(at[..., None], 1))
@@ -244,7 +244,7 @@ class WarmUp:
         return loss, self.probe(functional.rms_norm(state, state.shape[-1:]))
 
     def phase(self, end: float, lr: float, log: Log) -> None:
-        """Train until the progress is `end`, with a cosine of the rate. Raises ModelError if the loss is not finite."""
+        """Train until `progress` is `end`; `lr` decays as a cosine. Raises ModelError if the loss is not finite."""
         trained = [p for p in (*self.model.parameters(), *self.probe.parameters()) if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         first_step, begin, logged = self.step, self.progress, self.elapsed
@@ -267,8 +267,8 @@ class WarmUp:
                     raise gptoss.ModelError("the warm-up's loss is not finite")
 
     def explained(self) -> float:
-        """Share of the readings' variance that the probe explains, mean over the readings of up to 512 rows; of 128
-        where the model reasons, whose log-probs at 29 tokens would take 12 GB for 512."""
+        """The share of the readings' variance that the probe explains, as a mean over readings, on up to 512 rows. A
+        reasoning model gets 128, because log-probs of its 29 answer tokens would take 12 GB for 512."""
         with torch.no_grad():
             limit = 512 if self.recipe.follow is None else 128
             picked = torch.arange(len(self.rows), device=self.device)[-limit:]
@@ -284,7 +284,7 @@ def write_warmed_up(
     Returns its `figures` after reading, right after the experts were rounded to MXFP4, and as stored, then the rows
     that they were measured on. Raises ModelError for a tokenizer that does not fit.
     """
-    # The workers that make the rows start before CUDA does, and before the tokenizer's threads.
+    # Rows come first: their worker processes must start before CUDA and the tokenizer's threads do.
     row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows, recipe.most_factor)
     rows, probe = (Rows(row_set, tokenizer, device, recipe.follow is not None) for row_set in row_sets)
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")

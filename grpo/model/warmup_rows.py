@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that a small model is warmed up on: the plant's prompts, and what each action would do in the hour."""
+"""Makes the rows of a small model's warm-up: the plant's prompts, and the effects of each action in that hour."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from grpo.tasks.tes.prompts import State
 ACTIONS = 4
 EFFORTS = ("low", "medium", "high")
 FIXED_DATE = "2025-04-07"  # compact prompts draw their dates around it
-# What a model that reasons writes before its answer: numbers that the prompt states, then an action, its plan.
+# The chain that a reasoning model writes before its answer: numbers from the prompt, then an action, which is its plan.
 CHAIN = "<|channel|>analysis<|message|>store {} load {} co2 {} next {} action {}<|end|><|start|>assistant"
 NUMBERS = re.compile(
     r"store (\d+) load (\d+) co2 (\d+) next (\d+)|"  # compact prompts, then full ones
     r"energy \[kWh\]: (\d+)$.*?load=(\d+)\.\d kW, co2=\d\.(\d+) kg-CO2/kWh  ←.*?low5_avg=\d\.(\d+)",
     re.DOTALL | re.MULTILINE,
 )
-WARMUP_SEED, PROBE_SEED = 40_000, 30_000  # of days, beyond those of data files; a window's own number is added
+WARMUP_SEED, PROBE_SEED = 40_000, 30_000  # first seeds of days, above those of data files; the window's number is added
 
 
 class WarmupRow(NamedTuple):
     """A prompt, and the numbers that a small model learns to read out of it."""
 
     prompt: str
-    rewards: list[float]  # of the actions, for the figures alone: nothing is learned from them
+    rewards: list[float]  # of the actions, only for measurements: the model does not learn from them
     readings: list[float]
 
 
 def readings(state: State) -> list[float]:
     """The numbers that a prompt states or implies; none of them says which action is better.
 
-    They are, for each action, the energy that it would leave stored and the load that it would leave unserved [kWh],
-    and of hour, prices and loads what a decision may depend on.
+    They are the energies [kWh] that each action would store, lose to a full storage or fail to serve, and features of
+    hour, CO2 intensities and loads that a decision may depend on.
     """
     plant, now = state.plant, HOURS.index(state.stamp.hour)
     load, co2, later = state.load_kw[now], state.co2[now], state.co2[now + 1 :]
@@ -64,13 +64,13 @@ def stated_numbers(prompt: str) -> list[str]:
     and CO2 intensity now, and that of the next day's cleanest hours."""
     match = NUMBERS.search(prompt)
     if match is None:
-        raise ValueError(f"no plant's prompt: {prompt[-200:]!r}")
+        raise ValueError(f"this is not a prompt of the plant: {prompt[-200:]!r}")
     return [number for number in match.groups() if number is not None]
 
 
 def rendered(row: Mapping[str, str], number: int) -> str:
-    """The prompt of a row of make_dataset.py as train_grpo.py sees it; compact ones vary in date and effort, so that
-    neither means anything."""
+    """The prompt of a row of make_dataset.py as train_grpo.py renders it. Date and effort of compact prompts vary
+    with `number`, so that the model learns to ignore them."""
     if "prompt" in row:
         return row["prompt"]
     day = date.fromisoformat(FIXED_DATE) + timedelta(days=number % 997)
@@ -82,10 +82,10 @@ def rendered(row: Mapping[str, str], number: int) -> str:
 
 
 def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
-    """Every decision of some windows and ten short hours in each. `job` is (first seed, windows, kind of prompt, most
-    factor of a day's load).
+    """A row for every decision of a range of windows, and ten hours of shortage in each. `job` is (first seed, number
+    of windows, kind of prompt, largest factor of a day's load).
 
-    Every window has a seed of its own and one of a year's dates, so that no row repeats and dates mean nothing.
+    Each window has its own seed and one of a year's dates, so that no row repeats and dates carry no information.
     """
     first, count, kind, most = job
     rows = []
@@ -103,7 +103,7 @@ def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
 def make_rows(
     kind: str, windows: int, probe_windows: int, most_factor: float
 ) -> tuple[list[WarmupRow], list[WarmupRow]]:
-    """Rows to learn from and rows to measure on, of that many windows each; all cores make them, in 40 ms a window."""
+    """(rows to learn from, rows to measure on), made from these numbers of windows by all cores, in 40 ms a window."""
     jobs = [(WARMUP_SEED + n, min(50, windows - n), kind, most_factor) for n in range(0, windows, 50)]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         *parts, probe = pool.map(warmup_rows, [*jobs, (PROBE_SEED, probe_windows, kind, most_factor)])

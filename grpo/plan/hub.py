@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small files of a model: of a folder, of the Hub, or of `tiny`."""
+"""Finds the small files of a model in a folder, on the Hub, or in data/tiny, and downloads its weights."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def has_mxfp4(config: ModelConfig | None) -> bool:
 
 TINY_PATH = ROOT / "data" / "tiny"
 REAL_MODEL = "openai/gpt-oss-20b"
-# config.json of openai/gpt-oss-20b, as far as the plan needs it before anything was downloaded.
+# The part of openai/gpt-oss-20b's config.json with which memory is planned before anything was downloaded.
 REAL_CONFIG: dict[str, Any] = {
     "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "head_dim": 64,
     "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
     "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072,
     "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
-WEIGHTS_INDEX = "model.safetensors.index.json"  # It names the weights to load; `original/` and `metal/` hold others.
+WEIGHTS_INDEX = "model.safetensors.index.json"  # It lists the weights to load; `original/` and `metal/` hold copies.
 MODEL_FILES = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.*", WEIGHTS_INDEX,
@@ -62,9 +62,9 @@ class ModelFiles:
 
 
 def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
-    """The model's small files: of a local folder, of `tiny`, or of the Hub."""
+    """The small files of MODEL_ID, which is a local folder, `tiny` or a Hub id; None after a problem."""
     local = TINY_PATH if model_id == "tiny" else Path(model_id)
-    is_local = bool(model_id) and os.path.isdir(local)  # os.path.isdir raises nothing, whatever the name is.
+    is_local = bool(model_id) and os.path.isdir(local)  # Path.is_dir may raise for odd names, os.path.isdir never does.
     if not is_local and (model_id.startswith((".", "/", "~")) or model_id.count("/") != 1):
         fix = f"Use {REAL_MODEL}, tiny, or an existing folder"
         problems.add("MODEL_ID", f"{model_id!r} is neither a folder nor a Hub id", fix)
@@ -102,7 +102,7 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """The files of weights that a checkpoint lacks, by its index; without an index that is model.safetensors."""
+    """The weight files that a checkpoint lacks: those in its index, or model.safetensors if it has no index."""
     shards = {"model.safetensors"}
     with contextlib.suppress(OSError, ValueError, KeyError):
         shards = set(read_json(folder / WEIGHTS_INDEX)["weight_map"].values())
@@ -110,10 +110,10 @@ def missing_shards(folder: Path) -> list[str]:
 
 
 def refusal(model_id: str, error: BaseException) -> tuple[str, str]:
-    """Why a Hub model's files did not come, by what was raised, and what to do about it: a line each."""
+    """(problem, remedy) for an exception while files of a Hub model were downloaded, one line each."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    if isinstance(error, LocalEntryNotFoundError):  # The error of the network lies behind it.
+    if isinstance(error, LocalEntryNotFoundError):  # Its cause is the network's error.
         error = error.__cause__ or error
     fault = f"{model_id} is not in the cache and cannot be fetched ({one_line(str(error), 300)})"
     token = "for a gated or private model accept the licence on its page and run `hf auth login` or set HF_TOKEN"
@@ -122,10 +122,10 @@ def refusal(model_id: str, error: BaseException) -> tuple[str, str]:
 
 
 def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
-    """The folder with config, tokenizer and template of a Hub model: some 28 MB, from the cache if the Hub is
-    unreachable; None on failure."""
+    """Download config, tokenizer and template of a Hub model, some 28 MB, or use the cache if the Hub is unreachable.
+    Returns their folder; None after a problem."""
     try:
-        from huggingface_hub import snapshot_download  # Inside, because it may be missing.
+        from huggingface_hub import snapshot_download  # The package may be missing.
 
         return Path(snapshot_download(model_id, allow_patterns=MODEL_FILES))
     except Exception as error:  # Offline, no such repository, or no access.
@@ -135,8 +135,8 @@ def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
 
 
 def fetch_weights(model_id: str, files: ModelFiles) -> str | None:
-    """Download those weights of a Hub model that its index names and the cache lacks; then `files.folder` is the whole
-    checkpoint. Returns what prevents it, or None."""
+    """Download the weights of a Hub model that the cache lacks, so that `files.folder` holds the whole checkpoint.
+    Returns the problem that prevents it, or None."""
     problems = Problems()
     if files.folder and (names := missing_shards(files.folder)):
         from huggingface_hub import snapshot_download  # Late, as it takes a second.
@@ -149,12 +149,12 @@ def fetch_weights(model_id: str, files: ModelFiles) -> str | None:
 
 
 def downloaded_gib(files: ModelFiles) -> float:
-    """Size of the checkpoint's weights that are on this machine, in GiB."""
+    """Size of the weight files that are already on this machine, in GiB."""
     paths = files.folder.glob("*.safetensors") if files.folder else ()
     return sum(path.stat().st_size for path in paths) / GIB
 
 
 def checkpoint_gib(model_id: str, files: ModelFiles) -> float:
-    """Size of the checkpoint's weights in GiB; that of the official one at least, until a download is whole."""
+    """Size of the checkpoint's weights in GiB; at least DOWNLOAD_GIB for REAL_MODEL and for incomplete checkpoints."""
     size, is_whole = downloaded_gib(files), files.folder and not missing_shards(files.folder)
     return size if is_whole and model_id != REAL_MODEL else max(size, DOWNLOAD_GIB)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine and its packages, read without importing anything heavy."""
+"""Reads the machine and its installed packages, without importing anything heavy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRACKERS = ("none", "wandb", "tensorboard", "trackio")
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run has to work with; sizes in GiB, 0 GPUs on a CPU machine."""
+    """The hardware that a run can use; sizes are in GiB, and `gpus` is 0 on a CPU machine."""
 
     gpu: str = ""
     gpus: int = 0
@@ -45,12 +45,12 @@ class Machine:
 
     @property
     def ram_share(self) -> float:
-        """Free memory for one process, in GiB."""
+        """Free memory for each process of the run on this machine, in GiB."""
         return self.ram_free / self.here
 
 
-# Distribution -> [oldest tested, first untested). tests/test_packaging.py holds the pins of both requirements files
-# against this table. Hooks into TRL's internals (grpo/learn) are the reason for the narrow ranges.
+# Distribution -> [oldest tested version, first untested one). tests/test_packaging.py holds the pins of both
+# requirements files against this table. Hooks into TRL's internals (grpo/learn) are the reason for the narrow ranges.
 TESTED = {
     "torch": ("2.11", "2.14"),
     "transformers": ("5.17", "5.18"),
@@ -65,19 +65,19 @@ TESTED_VLLM = {"vllm": ("0.26", "0.27")}  # Needed only where vLLM generates.
 
 
 def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """GiB that a container's memory limit (cgroup v2) leaves, with page cache that can go; inf without a limit. psutil
-    shows a container the memory of its host."""
+    """GiB free below a container's memory limit (cgroup v2), reclaimable page cache included; inf without a limit. It
+    is read here because psutil reports the memory of the container's host."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        most = int((root / "memory.max").read_text())  # It says "max" where there is no limit.
-        kept = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())["inactive_file"]
-        return max(0.0, (most - int((root / "memory.current").read_text()) + int(kept)) / GIB)
+        limit = int((root / "memory.max").read_text())  # ValueError for "max", which is no limit.
+        cached = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())["inactive_file"]
+        return max(0.0, (limit - int((root / "memory.current").read_text()) + int(cached)) / GIB)
     return math.inf
 
 
 def read_machine() -> Machine:
-    """This machine: its visible GPUs by nvidia-smi, free memory and cores."""
+    """Read this machine's free memory, its cores, and its visible GPUs with nvidia-smi."""
     ram_free = 0.0
-    with contextlib.suppress(ImportError):  # `check_packages` names a missing package.
+    with contextlib.suppress(ImportError):  # `check_packages` reports that it is missing.
         import psutil
 
         ram_free = min(psutil.virtual_memory().available / GIB, cgroup_free())
@@ -97,7 +97,7 @@ def read_machine() -> Machine:
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version, comparable: 2.11.0+cu130 -> (2, 11, 0)."""
+    """The leading numbers of a version, for comparisons: 2.11.0+cu130 -> (2, 11, 0)."""
     return tuple(int(part) for part in re.findall(r"^[\d.]*", version)[0].split(".") if part)
 
 
@@ -111,7 +111,7 @@ def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def check_packages(settings: Settings, versions: Mapping[str, str | None], problems: Problems, use_vllm: bool) -> None:
-    """Every package is there in a tested version; the chosen FlashAttention is installed."""
+    """Checks that every package is installed in a tested version, and that the package of ATTN_IMPL is installed."""
     needed = TESTED | (TESTED_VLLM if use_vllm else {})
     if missing := [name for name in needed if versions.get(name) is None]:
         fix = "Run `bash scripts/setup.sh`, then `source .venv/bin/activate`"
@@ -132,8 +132,8 @@ def check_packages(settings: Settings, versions: Mapping[str, str | None], probl
 
 
 def check_trackers(settings: Settings, problems: Problems) -> None:
-    """The trackers are known and installed. Each has its package's name; the meaning of REPORT_TO and docs/report.md
-    list them too."""
+    """Checks that the trackers of REPORT_TO are known and installed. Each has the name of its package. The setting's
+    description and docs/report.md list them too."""
     for tracker in split_commas(settings.REPORT_TO):
         if tracker not in TRACKERS:
             problems.add("REPORT_TO", f"{tracker!r} is unknown", f"Use one of {', '.join(TRACKERS)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory a run takes, and the batch sizes that follow from it."""
+"""Plans the memory of a run and, from it, its batch sizes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import EXPERT_PARAMETERS, adapter_parameters, expert_words, target_matrices
 from grpo.settings import MAY_CHANGE, Settings, show
 
-Changes = Mapping[str, str | bool | None]  # Settings that are tried in place of those of a run.
+Changes = Mapping[str, str | bool | None]  # Settings by name that replace those of a run.
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What vLLM gets beside the trainer; sizes in GiB."""
+    """vLLM's memory and limits beside the trainer; sizes are in GiB."""
 
     weights: float
     scratch: float
@@ -30,7 +30,7 @@ class EnginePlan:
     max_model_len: int
     max_num_seqs: int
     capture_sizes: tuple[int, ...]
-    lent: float = 0.0  # Weights that stay on the GPU: those that the trainer reads, or all where there is room.
+    lent: float = 0.0  # Weights that stay on the GPU: those that the trainer reads, or all if there is room.
 
     @property
     def on_host(self) -> float:
@@ -43,7 +43,7 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run of these settings needs, in GiB, and how it is cut into micro-batches."""
+    """The memory that a run needs, in GiB, and the sizes of its batches."""
 
     weights: float
     adapter: float
@@ -56,7 +56,7 @@ class Plan:
     engine: EnginePlan | None = None
     prompt_len: int = 0  # Tokens of the longest prompt.
     paged: float = 0.0  # Weights that are in host memory while vLLM is awake.
-    nccl: float = 0.0  # What adding up with other GPUs takes.
+    nccl: float = 0.0  # NCCL's buffers for sums over several GPUs.
 
     @property
     def rollout_peak(self) -> float:
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def on_host(self) -> float:
-        """Weights that are in host memory at one time or another."""
+        """Weights that are in host memory at some time."""
         return self.paged + (self.engine.on_host if self.engine else 0.0)
 
     @property
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def parts(self) -> str:
-        """The terms of the peak, in words."""
+        """The terms of `peak` as text."""
         larger = f"generation {self.generation:.2f} and learning {self.learning:.2f}"
         if engine := self.engine:
             larger = f"vLLM awake {engine.awake:.2f} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
@@ -90,7 +90,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the plan of a run depends on besides its settings."""
+    """Everything that the plan of a run depends on besides its settings."""
 
     config: ModelConfig
     machine: Machine
@@ -105,7 +105,7 @@ class Shapes:
         return self.packing == "prefix"
 
     def expert_kinds(self, settings: Settings) -> tuple[str, ...]:
-        """Values of EXPERTS that a run with these settings can have, in the order in which `auto` tries them."""
+        """The values of EXPERTS that work with these settings, in the order in which `auto` tries them."""
         if not has_mxfp4(self.config):
             return ("bf16",)
         if not self.machine.gpus:
@@ -117,14 +117,14 @@ class Shapes:
         return ("shared", "bf16", "paged")
 
     def fits(self, settings: Settings, changes: Changes) -> bool:
-        """Whether a run with the settings after these `changes` fits GPU and host."""
+        """Whether a run with these settings and `changes` fits into the memory of GPU and host."""
         changed = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
         plan = plan_memory(changed, self)
         return not (memory_shortfall(plan, self.machine) or host_shortfall(plan, self.machine))
 
 
 def unshared_reason(sync: str | None, config: ModelConfig | None, machine: Machine) -> str:
-    """Why the learner cannot read vLLM's weights, as EXPERTS=shared would have it, or '' where it can."""
+    """Why EXPERTS=shared is impossible, with which the learner reads vLLM's weights; '' if it is possible."""
     if sync == "lora":
         return "with ROLLOUT_SYNC=lora vLLM keeps its experts for other kernels"
     if not 9 <= machine.capability < 10:
@@ -135,32 +135,32 @@ def unshared_reason(sync: str | None, config: ModelConfig | None, machine: Machi
     return ""
 
 
-# Ten percent stay free for fragmentation and CUDA's own context; a CPU plans with half of what is free.
+# Shares of the free memory: the rest is for fragmentation and CUDA's context, or for a CPU machine's other programs.
 GPU_SHARE, CPU_SHARE = 0.9, 0.5
-MICRO_BATCH_TOKENS = 50_000  # Beyond so many tokens a micro-batch gains nothing from more of them.
+MICRO_BATCH_TOKENS = 50_000  # Micro-batches with more tokens than this are not faster per token.
 KV_BLOCK = 16  # Tokens per block of vLLM's key-value cache.
 BATCHED_TOKENS = 8192  # Tokens of one prefill step of vLLM.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # The values that vLLM takes as max_lora_rank.
 BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
-PADDED = 1.08  # Bytes of weights in vLLM by those of the checkpoint: kernels pad experts by up to a tenth.
-SWIZZLED = 1.035  # The same of lent experts, in the one layout that the learner reads (measured: 1.032).
-HEAD_TILE = 32768  # Vocabulary of one tile of logits, as in TRL.
-# A communicator's buffers, which grow with the bandwidth between the GPUs: 1.6 GB were seen
-# (https://github.com/NVIDIA/nccl/issues/864), 0.5 to 0.7 on A100s (.../964). Not measured here.
+PADDED = 1.08  # Size of the weights in vLLM relative to the checkpoint: kernels pad experts by up to a tenth.
+SWIZZLED = 1.035  # The same for lent experts, in the only layout that the learner reads (measured: 1.032).
+HEAD_TILE = 32768  # Vocabulary entries in a tile of logits, as in TRL.
+# A communicator's buffers grow with the bandwidth between the GPUs: users report 1.6 GB
+# (https://github.com/NVIDIA/nccl/issues/864), and 0.5 to 0.7 on A100s (.../964). We have not measured them.
 NCCL_GIB = 1.5
-ASLEEP_GIB = 2.1  # A sleeping engine and the CUDA context leave on the GPU: graphs, workspaces, kernels (measured).
+ASLEEP_GIB = 2.1  # GPU memory of a sleeping engine: CUDA context, graphs, workspaces and kernels (measured).
 
 
 def vllm_rank(rank: int) -> int:
-    """The max_lora_rank with which vLLM takes an adapter of this rank."""
-    return min((most for most in LORA_RANKS if most >= rank), default=LORA_RANKS[-1])
+    """The smallest max_lora_rank with which vLLM accepts an adapter of this rank."""
+    return min((limit for limit in LORA_RANKS if limit >= rank), default=LORA_RANKS[-1])
 
 
-def capture_sizes(most: int) -> tuple[int, ...]:
-    """Batch sizes that get a CUDA graph: a decode batch runs in the next larger graph, whose surplus rows load experts
-    too. So all sizes up to 16, where many experts are idle otherwise, and steps of a quarter to an eighth beyond."""
-    sizes, size = {most}, 1
-    while size < most:
+def capture_sizes(largest: int) -> tuple[int, ...]:
+    """Batch sizes for which vLLM captures a CUDA graph. A decode batch is padded to the next larger one, and padding
+    loads experts too: hence every size up to 16, where few experts are in use, and steps of 1/8 to 1/4 beyond."""
+    sizes, size = {largest}, 1
+    while size < largest:
         sizes.add(size)
         size += 1 if size < 16 else 2 ** (int(math.log2(size)) - 2)
     return tuple(sorted(sizes))
@@ -169,16 +169,16 @@ def capture_sizes(most: int) -> tuple[int, ...]:
 def plan_engine(
     settings: Settings, config: ModelConfig, machine: Machine, prompt_len: int, trainer: float, checkpoint: float
 ) -> EnginePlan:
-    """vLLM's memory beside a trainer of `trainer` GiB, for a `checkpoint` of that many GiB on disk.
+    """Plan vLLM's memory beside a trainer of `trainer` GiB, for a checkpoint of `checkpoint` GiB on disk.
 
-    The cache of one step: vLLM keeps full and sliding layers in one group each, and both draw blocks of KV_BLOCK tokens
-    from one pool (vllm/v1/core/kv_cache_utils.py). The completions of a prompt share its whole blocks; a sliding layer
-    keeps its window, plus what two prefill steps have in flight."""
+    The cache shall hold a whole step: vLLM has one group of full and one of sliding layers, and both take blocks of
+    KV_BLOCK tokens from a common pool (vllm/v1/core/kv_cache_utils.py). The completions of a prompt share its whole
+    blocks; a sliding layer keeps its window and the tokens of two prefill steps."""
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)
     layers = max(kinds.count("full_attention"), kinds.count("sliding_attention"), 1)
     block = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
     window, length = config.get("sliding_window") or 0, prompt_len + settings.MAX_COMPLETION_LEN
-    # Rounded up, as vLLM's compile cache knows it: another longest prompt is no reason to compile again.
+    # Rounded up, because max_model_len is part of vLLM's compile cache key: similar prompts should not recompile.
     longest = max(length, min(-(-length // 1024) * 1024, config.get("max_position_embeddings", length)))
     whole, shared = -(-length // KV_BLOCK), prompt_len // KV_BLOCK
     sliding = min(whole, -(-(window + 1) // KV_BLOCK) + 1)
@@ -188,13 +188,13 @@ def plan_engine(
     most = -(-longest // KV_BLOCK)
     least = (2 + most + min(most, -(-window // KV_BLOCK) + in_flight)) * block
     weights = checkpoint * PADDED
-    # vLLM has room for an adapter on the experts of every layer then, whichever are named.
+    # vLLM reserves memory for an adapter on the experts of every layer, even if LORA_TARGETS names single ones.
     if settings.ROLLOUT_SYNC == "lora" and expert_words(settings.LORA_TARGETS):
         experts = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
         weights += adapter_parameters(config, vllm_rank(settings.LORA_R), experts) * 2 / GIB
     inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]
     seqs = prompts * group
-    # Activations of a prefill step, three float32 copies of a decode step's logits, graphs.
+    # Activations of a prefill step, three float32 copies of a decode step's logits, and CUDA graphs.
     scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 0.5
     room, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
     if settings.VLLM_GPU_MEM is not None:
@@ -209,19 +209,19 @@ def plan_engine(
 
 
 def divisors(total: int) -> list[int]:
-    """Every divisor of `total`, in order, in as many steps as its square root has."""
+    """Every divisor of `total` in ascending order; takes about sqrt(total) steps."""
     small = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]
     return sorted({*small, *(total // n for n in small)})
 
 
 def layer_sizes(config: ModelConfig) -> tuple[int, int]:
-    """Elements, in one layer, of the experts' matrices and of a token's queries, keys and values."""
+    """(elements of a layer's expert matrices, elements of a token's queries, keys and values in a layer)."""
     experts = config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
     return experts, (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"]
 
 
 def learning_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
-    """GiB that a micro-batch of `rows` completions takes beside the weights, forward and backward."""
+    """GiB that forward and backward pass of a micro-batch of `rows` completions need beside the weights."""
     config, prompt_len = shapes.config, shapes.prompt_len
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
     tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, shapes.share_prompts))
@@ -230,17 +230,17 @@ def learning_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
         longest = bucket(prompt_len + min(rows, settings.NUM_GENERATIONS) * settings.MAX_COMPLETION_LEN)
     scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if shapes.attention == "eager" else 0
     # Bytes of a token in one layer's backward pass: its experts' two products with their gradients; queries, keys,
-    # values; norms in float32. The head has its turn before: states, their gradient, one tile of logits.
+    # values; norms in float32. The head's peak is at another time: states, their gradient, one tile of logits.
     per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * layer_sizes(config)[1] + 16 * hidden
-    if expert_words(settings.LORA_TARGETS):  # The rows that go into both products, and what is added to their results.
+    if expert_words(settings.LORA_TARGETS):  # The inputs of both products, and the adapter's part of the results.
         per_token += 2 * top * (3 * config["intermediate_size"] + 2 * hidden)
     kept = tokens * hidden * 2 * layers
     if not settings.GRADIENT_CHECKPOINTING:
-        # Autograd keeps of each token the results of both products, queries, keys, values and the attention's result,
-        # and the norms' inputs (in float32 too) and results: half of what one layer's backward pass takes at its peak.
+        # For each token autograd keeps the results of both products, queries, keys, values, the attention's result, and
+        # the norms' inputs (in float32 too) and results: half of the peak of one layer's backward pass.
         kept_per_token = 2 * top * (2 * config["intermediate_size"] + hidden) + 16 * hidden
         kept_per_token += 2 * (layer_sizes(config)[1] + config["num_attention_heads"] * config["head_dim"])
-        if expert_words(settings.LORA_TARGETS):  # The rows that go into both products.
+        if expert_words(settings.LORA_TARGETS):  # The inputs of both products.
             kept_per_token += 2 * top * (config["intermediate_size"] + hidden)
         kept = (tokens * kept_per_token + scores) * layers
     scored = rows * settings.MAX_COMPLETION_LEN
@@ -249,8 +249,8 @@ def learning_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
 
 
 def generation_gib(settings: Settings, shapes: Shapes, completions: int) -> float:
-    """GiB that one process takes beside the weights to generate its part of so many completions by transformers: their
-    key-value cache, of its full size from the start on a GPU, and the larger of prefill and a decoding step."""
+    """GiB beside the weights with which one process generates its part of `completions` in transformers: the key-value
+    cache, which a GPU allocates in full from the start, and the larger of prefill and a decoding step."""
     config, prompt_len, gpu = shapes.config, shapes.prompt_len, shapes.machine.gpus
     rows = -(-completions // shapes.machine.ranks)
     layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
@@ -260,14 +260,14 @@ def generation_gib(settings: Settings, shapes: Shapes, completions: int) -> floa
     states = 2 * (4 * hidden + 4 * config["num_experts_per_tok"] * config["intermediate_size"])
     # On a GPU prefill takes one prompt at a time.
     prefill = (1 if gpu else rows) * prompt_len * (heads * prompt_len * 2 * 3 + states)
-    # Scores of one layer, and logits in float32 with what drawing a token makes of them.
+    # Scores of one layer, and float32 logits with their copies in sampling.
     step = rows * (heads * length * 2 * 4 + config["vocab_size"] * 4 * 8)
     return (cache + max(prefill, step)) / GIB
 
 
 def choosing_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
-    """GiB beside the weights that choosing a token behind each prompt of a micro-batch takes (DIRECT_ANSWERS): a layer
-    forward, or the head, with logits of one position a prompt in BF16 and three times in float32."""
+    """GiB beside the weights for choosing a token after each prompt of a micro-batch (DIRECT_ANSWERS): a layer's
+    forward pass, or the head with one position's logits per prompt, once in BF16 and three times in float32."""
     config = shapes.config
     tokens = bucket(micro_batch_tokens(settings, rows, shapes.prompt_len, shapes.share_prompts))
     per_token = 2 * config["num_experts_per_tok"] * (2 * config["intermediate_size"] + 2 * config["hidden_size"])
@@ -279,8 +279,8 @@ def choosing_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
 
 
 def useful_micro_batch(settings: Settings, shapes: Shapes, completions: int) -> int:
-    """The most rows of a micro-batch that pay, of a process's `completions`: its products are large enough then, and
-    fixed costs are spread over enough tokens."""
+    """The largest micro-batch, of a process's `completions`, that still gains speed: beyond it, matrix products are
+    large enough and fixed costs are spread over enough tokens."""
     if (shapes.prompt_len + settings.MAX_COMPLETION_LEN) * shapes.config["hidden_size"] < 100_000:
         return 64
 
@@ -293,9 +293,9 @@ def useful_micro_batch(settings: Settings, shapes: Shapes, completions: int) -> 
 def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
     """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`.
 
-    An estimate from BF16 weights (with `mxfp4` experts of 4.25 bits and one layer dequantized; with `shared` they,
-    embeddings and head are the engine's, which keeps them asleep; with `paged` these are away while it is awake), a
-    float32 adapter with gradients and two AdamW moments, and the larger of rollout and learning."""
+    The estimate adds up BF16 weights, a float32 adapter with gradients and two AdamW moments, and the larger of rollout
+    and learning. EXPERTS=mxfp4 stores experts in 4.25 bits, with one layer dequantized at a time. With `shared`, the
+    engine holds experts, embeddings and head, also asleep; with `paged` they leave the GPU while it is awake."""
     config, machine, layers = shapes.config, shapes.machine, shapes.config["num_hidden_layers"]
     counts = count_parameters(config)
     weights, tables = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
@@ -321,7 +321,7 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - nccl
     room -= engine.asleep if engine else 0.0
     total = settings.completions_per_step
-    own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # Completions of one process.
+    own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # Completions of a process.
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
         most = useful_micro_batch(settings, shapes, own)
@@ -339,7 +339,7 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
         chunk_reason = f"largest divisor of {total} {fit}"
     generating = choosing_gib if settings.DIRECT_ANSWERS else generation_gib
     generation, learning = generating(settings, shapes, chunk), learning_gib(settings, shapes, micro)
-    # Where there is room, all of the engine's weights stay: nothing is copied when it sleeps and wakes.
+    # If there is room, all of the engine's weights stay on the GPU, so that sleeping and waking copy nothing.
     if engine and lent and learning <= room - engine.on_host:
         engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
     batches = micro, micro_reason, chunk, chunk_reason
@@ -347,20 +347,20 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:
-    """Why a plan does not fit into GPU_SHARE of the GPU's free memory, or '' where it does."""
+    """Why a plan does not fit into GPU_SHARE of the GPU's free memory; '' if it fits."""
     free, engine = machine.gpu_free, plan.engine
     if engine and engine.cache < engine.cache_least:
-        return f"vLLM would have {engine.cache:.1f} GiB of cache, one completion may need {engine.cache_least:.1f}"
-    # vLLM's own plan leaves a margin; a share of the GPU that was set by hand may leave none.
+        return f"vLLM would have {engine.cache:.1f} GiB of cache, but one completion may need {engine.cache_least:.1f}"
+    # The engine's plan already has a margin, unless the user set VLLM_GPU_MEM.
     learning = f"learning in micro-batches of {plan.micro_batch}", plan.learning_peak, GPU_SHARE
     for part, need, share in (learning, ("the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE)):
         if need > free * share:
-            return f"{part} would need {need:.1f} GiB, {share:.0%} of what is free are {free * share:.1f}"
+            return f"{part} would need {need:.1f} GiB, {share:.0%} of the free memory are {free * share:.1f}"
     return ""
 
 
 def host_shortfall(plan: Plan, machine: Machine) -> str:
-    """Why what a plan keeps in host memory does not fit beside the 2 GiB of a process, or '' where it does."""
+    """Why the weights that a plan keeps in host memory do not fit beside the 2 GiB of a process; '' if they fit."""
     if not plan.on_host or plan.on_host + 2 <= machine.ram_share:
         return ""
     engine = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
@@ -370,17 +370,17 @@ def host_shortfall(plan: Plan, machine: Machine) -> str:
 
 
 def without_vllm(settings: Settings) -> Changes:
-    """What changes for a run without vLLM, beside which alone some values of EXPERTS make sense."""
+    """The changes that turn vLLM off; EXPERTS changes too if its value makes sense only beside vLLM."""
     return {"EXPERTS": "mxfp4", "USE_VLLM": False} if settings.EXPERTS in BESIDE_VLLM else {"USE_VLLM": False}
 
 
 def assignments(changes: Changes) -> str:
-    """The changes as a user sets them."""
+    """The changes as text in the form in which a user sets them."""
     return " and ".join(f"{name}={show(value)}" for name, value in changes.items())
 
 
 def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
-    """What to change where a run does not fit the GPU: each setting that alone makes it fit, or all together."""
+    """Advice for a run that does not fit the GPU: every single change that makes it fit, or else all of them."""
     trials: list[Changes] = [{"VLLM_GPU_MEM": None}, {"GRADIENT_CHECKPOINTING": True}]
     trials += [{"GENERATION_BATCH": None}, {"MICRO_BATCH": None}]
     if packed := [kind for kind in shapes.expert_kinds(settings) if kind != "bf16"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LORA_TARGETS matches: projections of the attention, in every layer, and experts, of all layers or of some."""
+"""Resolves LORA_TARGETS: attention projections in every layer, and experts in all layers or in single ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo.settings import Problems, nearest, split_commas
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 EXPERTS = re.compile(r"(?:([0-9]{1,4})\.)?experts")  # `experts` of every layer, `7.experts` of one.
-UNKNOWN_LAYERS = 100  # The number of layers that is assumed without a config.json.
+UNKNOWN_LAYERS = 100  # The number of layers that checks assume without a config.json.
 # PEFT wraps the second parameter of a module around the first.
 STEMS = {"gate_up_proj": "mlp.experts.base_layer", "down_proj": "mlp.experts"}
 MODULES = STEMS | {name: f"self_attn.{name}" for name in LINEAR_MODULES}
@@ -22,11 +22,11 @@ TENSOR = re.compile(
     rf"base_model\.model\.model\.layers\.([0-9]{{1,4}})\.({'|'.join(map(re.escape, MODULES.values()))})"
     r"\.lora_[AB]\.weight"
 )
-Matrix = tuple[int, str]  # Its layer, and one of LINEAR_MODULES or EXPERT_PARAMETERS.
+Matrix = tuple[int, str]  # The layer, and a name from LINEAR_MODULES or EXPERT_PARAMETERS.
 
 
 def word_matrices(word: str, layers: int) -> list[Matrix] | None:
-    """The matrices that one word of LORA_TARGETS matches in a model of `layers` layers; None if it is no such word."""
+    """The matrices that a word of LORA_TARGETS matches in a model of `layers` layers; None if the word is unknown."""
     numbers: Sequence[int] = range(layers)
     names: Sequence[str] = LINEAR_MODULES
     if match := EXPERTS.fullmatch(word):
@@ -59,7 +59,7 @@ def peft_targets(targets: str) -> dict[str, Any]:
 
 
 def matrix_sizes(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
-    """(matrices, inputs, outputs) of what can be adapted in a layer of the model with this config.json."""
+    """(number of matrices, inputs, outputs) by name, for everything in a layer that an adapter can change."""
     hidden, head, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     experts = config["num_local_experts"]
@@ -74,7 +74,7 @@ def matrix_sizes(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
 
 
 def expected_shapes(config: ModelConfig, rank: int, targets: str) -> dict[str, list[int]]:
-    """Shape of every tensor by name of an adapter on `targets` of the model with this config.json, as PEFT saves it."""
+    """Shapes of an adapter's tensors as PEFT saves them, by name; `targets` is its LORA_TARGETS, `rank` its LORA_R."""
     shapes: dict[str, list[int]] = {}
     sizes, matrices = matrix_sizes(config), target_matrices(targets, config["num_hidden_layers"])
     for layer in range(config["num_hidden_layers"]):
@@ -86,26 +86,26 @@ def expected_shapes(config: ModelConfig, rank: int, targets: str) -> dict[str, l
 
 
 def matrix_of(tensor: str) -> Matrix | None:
-    """The matrix to which a tensor of an adapter belongs, by its name; None for a name that none has."""
+    """The matrix that an adapter's tensor of this name changes; None if PEFT gives no tensor of gpt-oss this name."""
     if not (match := TENSOR.fullmatch(tensor)):
         return None
     return int(match[1]), {module: name for name, module in MODULES.items()}[match[2]]
 
 
 def checkpoint_name(tensor: str) -> str:
-    """The weight of the checkpoint that a tensor of an adapter changes; PEFT's names are its own for experts alone."""
+    """The name of the checkpoint's weight that an adapter's tensor changes."""
     layer, name = matrix_of(tensor) or (0, tensor)
     return f"model.layers.{layer}." + (f"mlp.experts.{name}" if name in STEMS else f"self_attn.{name}.weight")
 
 
 def adapter_parameters(config: ModelConfig, rank: int, matrices: Collection[Matrix]) -> int:
-    """How many parameters an adapter of this rank has on these matrices."""
+    """The number of parameters of an adapter with this rank on these matrices."""
     sizes = matrix_sizes(config)
     return sum(rank * sizes[name][0] * sum(sizes[name][1:]) for _, name in matrices)
 
 
 def shortest_targets(matrices: Collection[Matrix], layers: int) -> str:
-    """The shortest LORA_TARGETS that matches just these matrices."""
+    """The shortest LORA_TARGETS that matches exactly these matrices."""
     names = {name for _, name in matrices}
     words = [name for name in LINEAR_MODULES if name in names]
     words = ["all-linear"] if len(words) == len(LINEAR_MODULES) else words
@@ -115,14 +115,14 @@ def shortest_targets(matrices: Collection[Matrix], layers: int) -> str:
 
 
 def target_lines(targets: str, config: ModelConfig, rank: int) -> Iterator[str]:
-    """For each word of LORA_TARGETS how many matrices it matches, and the parameters that an adapter has there."""
+    """For each word of LORA_TARGETS a line with the number of its matrices and of an adapter's parameters there."""
     for word in dict.fromkeys(split_commas(targets)):
         matrices = word_matrices(word, config["num_hidden_layers"]) or ()
         yield f"{word}: {len(matrices)} matrices, {adapter_parameters(config, rank, matrices):,} parameters"
 
 
 def check_targets(targets: str, config: ModelConfig | None, problems: Problems) -> None:
-    """Every word of LORA_TARGETS matches something. `config`: None if it is unknown."""
+    """Checks that every word of LORA_TARGETS matches something; `config` is None if it is unknown."""
     layers = config["num_hidden_layers"] if config else UNKNOWN_LAYERS
     fix = f"Use all-linear, some of {', '.join(LINEAR_MODULES)}, experts (of all layers), or 7.experts (of layer 7)"
     for word in split_commas(targets):

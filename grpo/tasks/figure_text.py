@@ -18,14 +18,14 @@ def number(value: object) -> float:
 
 
 def part(record: object, *names: str) -> dict[str, Any]:
-    """The object at a path of names inside JSON; an empty one where there is none, or something else."""
+    """The JSON object at a path of `names` inside `record`; an empty one if the path leads to no object."""
     for name in names:
         record = record.get(name) if isinstance(record, dict) else None
     return record if isinstance(record, dict) else {}
 
 
 def spread(figures: Mapping[str, object], name: str, digits: str = ".3f", label: str = "") -> str:
-    """A figure with its 95% interval where there is one: `0.521 (0.480 to 0.560)`; `-` without the figure."""
+    """A figure with its 95% interval, if it has one: `0.521 (0.480 to 0.560)`; `-` if the figure is missing."""
     value, low, high = (number(figures.get(name + end)) for end in ("", "_low", "_high"))
     if math.isnan(value):
         return "-"
@@ -33,8 +33,8 @@ def spread(figures: Mapping[str, object], name: str, digits: str = ".3f", label:
     return f"{value:{digits}}{interval}"
 
 
-def judged(low: float, high: float) -> str:
-    """What the 95% interval of an improvement (positive: the trained model is better) says; NaN where there is none."""
+def verdict_of(low: float, high: float) -> str:
+    """A verdict from the 95% interval of the trained model's improvement over the base model; NaN if there is none."""
     if low > 0:
         return "the trained model is better than the base model"
     if high < 0:
@@ -42,8 +42,8 @@ def judged(low: float, high: float) -> str:
     return "this evaluation cannot tell the trained model from the base model"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows of a table as lines of a terminal: the first column to the left, the others to the right."""
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table as lines for a terminal: the first column is aligned left, the others right."""
     columns = max(map(len, rows))
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
     lines = []

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A task's own simulator, and what the rest of the project asks of it.
+"""The interface between the simulator of a task and the rest of the project.
 
 A task is a folder grpo/tasks/NAME, chosen by TASK=NAME. Its task.json holds (docs/tasks.md):
 - `defaults`: values of settings, which come before those of grpo/settings.py;
 - `profiles`: held-out files that come with the project, and the EVAL_PROFILE that belongs to each;
-- `best_by` and `figures`: columns of metrics.csv that its simulator measures. The first one, which is better the lower
-  it is, chooses the best adapter where BEST_BY is this name. A simulator is an object named SIMULATOR in the folder's
+- `best_by` and `figures`: columns of metrics.csv that its simulator measures. With BEST_BY=`best_by` the adapter with
+  the lowest value of the first column is the best. A simulator is an object named SIMULATOR in the folder's
   simulator.py.
 """
 
@@ -25,8 +25,8 @@ from grpo.settings import Problems, Settings
 if TYPE_CHECKING:  # the checks before a run name numpy where it is missing
     import numpy as np
 
-GREEDY = "_greedy"  # behind a model's name: its likeliest answers, one pass
-# closed_loop.json: `totals` holds the figures of each policy, of `base` and `trained` among them.
+GREEDY = "_greedy"  # suffix of a model's name in `totals`, for one pass with its likeliest answers
+# closed_loop.json: `totals` holds the figures of each policy, among them `base` and `trained`.
 Record = dict[str, Any]
 
 
@@ -34,34 +34,34 @@ class Responder(Protocol):
     """A model, with its adapter or without, that answers the prompts of a simulator."""
 
     def texts(self, prompts: Sequence[str], moment: int, greedy: bool) -> Sequence[str]:
-        """A completion of each prompt, special tokens included. `moment` counts the simulator's questions: each has
-        random numbers of its own, the same ones for every model."""
+        """A completion of each prompt, special tokens included. `moment` counts the calls of a simulation: it seeds the
+        sampling, in the same way for every model."""
 
     def probabilities(self, prompts: Sequence[str], greedy: bool, actions: int) -> np.ndarray:
-        """(N, K): how likely each of K actions is answered to each of N prompts. Only an exact evaluation asks this."""
+        """(N, K): the probability of answering each of K actions to each of N prompts, for an exact evaluation."""
 
 
 @dataclass(frozen=True)
 class SimulationPlan:
-    """Whether a simulator runs beside the held-out rows of a run, and on what; a simulator adds its own inputs."""
+    """Whether a simulator runs beside the held-out rows of a run; subclasses of simulators add their own inputs."""
 
     reason: str = "the task has no simulator"
     runs: bool = False
-    is_mentioned: bool = False  # rows or settings are about the simulator; other runs say nothing of it
-    why_sampled: str = ""  # why its evaluations sample; empty where they may go through all actions by probability
-    rollouts: int = 0  # that one pass needs, one after the other
-    episodes: tuple[str, ...] = ()  # names of what is simulated side by side
+    is_mentioned: bool = False  # rows or settings refer to the simulator, so the log says why it does not run
+    why_sampled: str = ""  # why its evaluations must sample; empty if they may weigh all actions by probability
+    rollouts: int = 0  # number of consecutive generations in one pass
+    episodes: tuple[str, ...] = ()  # names of the episodes, which are simulated in parallel
 
     def opening_prompts(self) -> list[str]:
-        """The prompts of the first moment. Later ones are hardly longer."""
+        """The prompts of the first moment, for memory plans: later prompts are hardly longer."""
         return []
 
 
 @dataclass(frozen=True)
 class ReportSection:
-    """What a run's report shows of closed_loop.json."""
+    """The part of a run's report that is made from closed_loop.json."""
 
-    verdict: str = ""  # sentences; empty without figures of both models
+    verdict: str = ""  # sentences; empty unless both models were measured
     title: str = ""
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
@@ -69,7 +69,7 @@ class ReportSection:
 
 
 class Simulator(ABC):
-    """Lets a model act, answer by answer, and measures what comes of it."""
+    """Lets a model act, answer by answer, and measures the outcome."""
 
     @abstractmethod
     def plan(
@@ -81,17 +81,17 @@ class Simulator(ABC):
         is_chosen: bool,
         problems: Problems,
     ) -> SimulationPlan:
-        """Decide whether it runs beside these held-out `rows`, and read the files of EVAL_PROFILE if so; what is wrong
-        with them is added to `problems`. `template` is the model's chat template, `is_chosen` says that the user set
-        EVAL_PROFILE. It runs before anything heavy is imported."""
+        """Decide whether the simulator runs beside these held-out `rows`; if so, read the files of EVAL_PROFILE and add
+        their faults to `problems`. `template` is the model's chat template; `is_chosen` is true if the user set
+        EVAL_PROFILE. This is called before any heavy import."""
 
     @abstractmethod
     def new_record(self, plan: Any, settings: Settings, samples: int, exact: bool) -> Record:
-        """closed_loop.json before a model was asked: how it will be, and what other policies achieve."""
+        """The record before any model has acted: the conditions of the measurement, and the reference policies."""
 
     def keep_base(self, record: Record, earlier: Record) -> None:
-        """Take over what an earlier closed_loop.json holds of the base model, if it is the same measurement: all but
-        `totals` is equal."""
+        """Copy the base model's totals from an `earlier` record if both are of the same measurement, which means that
+        they are equal but for `totals`."""
         if all(earlier.get(key) == value for key, value in record.items() if key != "totals"):
             kept = {"base", "base" + GREEDY} & earlier["totals"].keys()
             record["totals"] |= {name: earlier["totals"][name] for name in kept}
@@ -111,29 +111,29 @@ class Simulator(ABC):
         return ", ".join(f"{column.replace('_', ' ')} {value:,.1f}" for column, value in figures)
 
     def warning(self, base: Mapping[str, float], now: Mapping[str, float], record: Record) -> str | None:
-        """A sentence where the trained model acts worse than the base model while its held-out reward rises. `base` and
-        `now` are columns of metrics.csv, `now` with `step`."""
+        """A warning if the trained model acts worse than the base model although its held-out reward is higher, or
+        None. `base` and `now` are columns of metrics.csv, `now` with `step`."""
         return None
 
     @abstractmethod
     def table(self, record: Record) -> str:
-        """The record for the terminal."""
+        """The record as a table for the terminal."""
 
     def report(self, record: Record) -> ReportSection:
-        """The record for report.html and for the adapter's card; `record` may be empty."""
+        """The section for report.html and for the adapter's card; `record` may be empty."""
         return ReportSection()
 
     def plan_by_hand(
         self, profiles: Sequence[str], settings: Settings, template: str | None, problems: Problems
     ) -> SimulationPlan:
-        """`plan` for scripts/evaluate.py, where the user asks for a simulation, with the files `profiles` of --profile
-        (without any: those of EVAL_PROFILE). The plan's `reason` says how it was made."""
+        """`plan` for scripts/evaluate.py, where the user asks for a simulation. `profiles` are the files of --profile;
+        if there are none, those of EVAL_PROFILE are used. The plan's `reason` describes them."""
         profile = ",".join(profiles) or settings.EVAL_PROFILE
         return self.plan(dataclasses.replace(settings, EVAL_PROFILE=profile), [], template, False, True, problems)
 
 
 def load_simulator(task: str) -> Simulator | None:
-    """The simulator of the task with this name; None where it has none."""
+    """The simulator of the task with this name; None if the task has no simulator."""
     if not (Path(__file__).parent / task / "simulator.py").is_file():
         return None
     simulator: Simulator = importlib.import_module(f"grpo.tasks.{task}.simulator").SIMULATOR

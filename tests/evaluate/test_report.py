@@ -105,7 +105,7 @@ def test_runs_that_are_not_complete(tmp_path, steps, figures):
     before = {"before": EVALUATION["before"]}
     folder = write_run(tmp_path / "run", [metrics_row(row["step"]) for row in rows], rows, evaluation=before)
     text = text_of(write_report(folder).parent)
-    for words in (f"{steps} of 30", "not evaluated before and after training", "no adapter to load yet"):
+    for words in (f"{steps} of 30", "not evaluated before and after training", "The run has no adapter yet"):
         assert words in text
     assert len(figures_of(folder)) == figures and "GPU memory" not in text and "Closed loop" not in text
     assert "|base model|" in text and "|trained|" not in text and "|nan|" not in text

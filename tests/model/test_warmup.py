@@ -115,7 +115,7 @@ def test_full_prompts_state_the_numbers_of_the_hour_and_the_next_day():
     now = re.search(r"load=(\d+)\.\d kW, co2=0\.(\d+) .*Now", prompt)
     low = re.search(r"low5_avg=0\.(\d+)", prompt)[1]
     assert prompt.count("load=") > 3 and stated_numbers(prompt) == [energy, now[1], now[2], low]
-    with pytest.raises(ValueError, match="no plant's prompt"):
+    with pytest.raises(ValueError, match="not a prompt of the plant"):
         stated_numbers("What is 2 + 2?")
 
 

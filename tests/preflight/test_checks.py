@@ -310,7 +310,7 @@ def test_the_plan_says_which_rows_are_held_out_and_names_no_plant_where_there_is
     facts = dict(banner.facts(resolved))
     assert not resolved.problems and (len(resolved.rows), len(resolved.eval_rows)) == (34, 6)
     assert facts["data"] == "34 training rows, 6 held-out rows"
-    assert facts["held out"].startswith("6 rows of DATA do not train: 6 of its 40 prompts")
+    assert facts["held out"].startswith("6 rows of DATA are not trained on: 6 of its 40 prompts")
     assert resolved.best_by == "reward" and "plant" not in banner.banner(resolved)
     assert dict(banner.facts(tiny_run(DATA=forty_rows)))["evaluation"] == "none: EVAL_SAMPLES=0"
 

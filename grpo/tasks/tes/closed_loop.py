@@ -38,8 +38,8 @@ class Trace:
         return np.maximum(-np.diff(self.storage_kwh, prepend=START_KWH), 0.0).sum(axis=1)
 
 
-# The action for an answer that cannot be read is full output: it serves the load whatever the storage holds, and emits
-# the most, so that no answer never pays.
+# The action for an unreadable answer is full output: it serves the load even with an empty storage and emits most,
+# so that answering nothing never pays.
 SAFE_ACTION = int(np.argmax(PLANT.outputs_kw))
 
 
@@ -71,10 +71,10 @@ class Expectation:
 
 
 def expected_loop(windows: Sequence[Window], chances: Callable[[Sequence[State]], np.ndarray]) -> Expectation:
-    """`closed_loop` of all that can happen: hour by hour the probabilities of the storage energies that can be reached.
-    `chances` of S states are those of the K actions, (S, K); what is left of 1 is the safe action's. Energies that
-    differ by rounding are one state, states below LEAST_PROBABILITY are dropped and the others share their
-    probability."""
+    """The expectation of `closed_loop` over all outcomes: the probabilities of the reachable storage energies, hour by
+    hour. `chances` gives the probabilities of K actions in S states, (S, K); the remainder to 1 is the safe action's.
+    Energies that differ only by rounding are merged; states below LEAST_PROBABILITY are dropped, and their probability
+    goes to the others."""
     count, actions = len(windows), np.arange(len(PLANT.ratios))
     load_kw, co2 = (np.stack([getattr(w, name) for w in windows]) for name in ("load_kw", "co2"))  # (W, 4, 10)
     sums = Expectation(*np.zeros((5, count)))
@@ -101,7 +101,7 @@ def expected_loop(windows: Sequence[Window], chances: Callable[[Sequence[State]]
 
 
 def merged(where: np.ndarray, energy: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """States of windows (S,), each once, in order; the weights of those that are one state added up."""
+    """Merge equal states of windows (S,), sorted, and add up their weights."""
     order = np.lexsort((energy, where))
     where, energy, weight = where[order], energy[order], weight[order]
     new = (np.diff(where, prepend=-1) > 0) | (np.diff(energy, prepend=-np.inf) > SAME_KWH)
@@ -109,15 +109,15 @@ def merged(where: np.ndarray, energy: np.ndarray, weight: np.ndarray) -> tuple[n
 
 
 def outcome(trace: Trace, windows: Sequence[Window]) -> dict[str, np.ndarray]:
-    """`expected_outcome` of each pass through a window, where nothing is left to chance."""
+    """`expected_outcome` of each pass through a window, for which `trace` holds the certain result."""
     sums = trace.co2_kg.sum(axis=1), trace.unserved_kwh.sum(axis=1), trace.cycled_kwh
     return expected_outcome(Expectation(trace.storage_kwh[:, -1], *sums, np.zeros(len(windows))), windows)
 
 
 def expected_outcome(sums: Expectation, windows: Sequence[Window]) -> dict[str, np.ndarray]:
     """The figures of `mean` in closed_loop.json, (W,). `priced_kg` is the plant's own objective of `plant.solve` in kg
-    CO2: emissions, plus 10 kg for each unserved kWh, minus the worth of what the storage gained. Nobody looks good by
-    serving nothing or by emptying the storage."""
+    CO2: emissions, plus 10 kg for each unserved kWh, minus the worth of the energy gained in the storage. So serving no
+    load or emptying the storage does not improve it."""
     prices = [tes.terminal_price(PLANT, window.co2[DECISION_DAYS]) * PLANT.cost_scale for window in windows]
     unserved = PLANT.unserved_kg_per_kwh * sums.unserved_kwh
     return {
@@ -148,7 +148,7 @@ def charge_when_clean(states: Sequence[State]) -> list[int]:
 
 
 def first_output(needed_kw: float) -> int:
-    """The first action whose output is at least `needed_kw`, the last where none is."""
+    """The first action whose output is at least `needed_kw`, or the last action if there is none."""
     enough = np.flatnonzero(PLANT.outputs_kw >= needed_kw - 1e-9)
     return int(enough[0]) if enough.size else len(PLANT.ratios) - 1
 

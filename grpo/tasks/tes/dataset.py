@@ -111,9 +111,9 @@ def with_short_hours(
 def synthetic_windows(
     seed: int, stream: int, count: int | None, start: date
 ) -> Iterator[tuple[Window, np.random.Generator]]:
-    """`count` windows of invented days, one on each Monday from `start`, and a generator for what is drawn in each.
+    """`count` windows of synthetic days, one on each Monday from `start`, each with its own random generator.
 
-    count None: without end, and the Mondays of the training days again and again.
+    With a `count` of None the windows never end and repeat the Mondays of the training days.
     """
     for i in itertools.count() if count is None else range(count):
         monday = start + timedelta(weeks=i if count is not None else i % max(TRAIN_WINDOWS.values()))

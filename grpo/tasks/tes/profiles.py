@@ -108,7 +108,7 @@ DATETIME_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S")  # beside ISO 8601: w
 
 
 def find_columns(header: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Finds the datetime, co2 and load columns in a header; returns their names and what is wrong with it."""
+    """Finds the datetime, co2 and load columns in a header; returns their names and the header's faults."""
     columns: dict[str, str] = {}
     problems = []
     plain = {name: unicodedata.normalize("NFKC", name).strip().lower() for name in header}
@@ -124,7 +124,7 @@ def find_columns(header: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def parse_datetime(text: str) -> datetime:
-    """Reads the start of an hour in local time; raises ValueError with what is wrong."""
+    """Reads the start of an hour in local time. Raises ValueError, whose message names the fault."""
     stamp = None
     with contextlib.suppress(ValueError):
         stamp = datetime.fromisoformat(text)
@@ -137,7 +137,7 @@ def parse_datetime(text: str) -> datetime:
 
 
 def parse_number(text: str, kind: str, stamp: datetime | None) -> float:
-    """Reads a CO2 intensity or a load; raises ValueError with what is wrong."""
+    """Reads a CO2 intensity or a load. Raises ValueError, whose message names the fault."""
     value = math.nan
     with contextlib.suppress(ValueError):
         value = float(text.replace("_", "?"))  # Python would read 1_0 as 10

@@ -13,8 +13,8 @@ from pathlib import Path
 from grpo.data.files import Row, find_files, read_rows
 from grpo.data.prompts import open_answer, render
 from grpo.settings import Problems, Settings
-from grpo.tasks.figure_text import aligned, judged, part, spread
 from grpo.tasks.figure_text import number as finite
+from grpo.tasks.figure_text import part, spread, table_lines, verdict_of
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.closed_loop import DECISIONS, PLANT
@@ -61,8 +61,8 @@ def why_sampled(settings: Settings, kind: str | None) -> str:
 def make_plan(
     settings: Settings, files: Sequence[Path], where: str, prompt: str, template: str | None, problems: Problems
 ) -> ClosedLoopPlan:
-    """The closed loop over the windows of profiles, `files`, which the setting or option `where` names; what is wrong
-    with them is added to `problems`. It does not run without a window."""
+    """The plan of a closed loop over the windows in `files`, which the setting or option `where` names. Adds a problem
+    for each fault in them. Without a window the loop does not run."""
     cases: list[Case] = []
     for path in files:
         try:
@@ -90,7 +90,7 @@ def make_plan(
 
 
 def recorded_prompt(settings: Settings) -> tuple[str, str]:
-    """(kind of the prompts, reason): what the run's held-out or training rows are, where they can be read."""
+    """(kind of the prompts, reason), read from the run's held-out or training rows if their files can be read."""
     for name in ("EVAL_DATA", "DATA"):
         rows = read_rows(name, getattr(settings, name) or "", Problems())
         if rows and (kind := prompt_kind([row.messages for row in rows])):
@@ -174,7 +174,7 @@ class ClosedLoop(Simulator):
     def table(self, record: Record) -> str:
         how = "exact" if record["exact"] else f"{record['samples']} passes"
         lines = [f"Closed loop, {len(record['windows'])} windows of three days, {how}"]
-        lines += aligned([HEADER, *policy_rows(record)])
+        lines += table_lines([HEADER, *policy_rows(record)])
         if "difference" in record:
             change = spread(record["difference"], "regret_percent", "+.1f", "95% interval ")
             lines.append(f"  trained against base: regret {change} points")
@@ -186,7 +186,7 @@ class ClosedLoop(Simulator):
         verdict, base, trained = "", part(record, "totals", "base"), part(record, "totals", "trained")
         if base and trained:
             change = part(record, "difference")
-            better = judged(-finite(change.get("regret_percent_high")), -finite(change.get("regret_percent_low")))
+            better = verdict_of(-finite(change.get("regret_percent_high")), -finite(change.get("regret_percent_low")))
             regret, unserved = (
                 [finite(total.get(name)) for total in (base, trained)] for name in ("regret_percent", "unserved_kwh")
             )
