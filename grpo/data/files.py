@@ -328,17 +328,6 @@ def reward_columns(row: Row) -> Columns:
     return columns | {f"q_action_{k}": value for k, value in enumerate(row.q)}
 
 
-def distinct_columns(rows: Iterable[Row]) -> list[Row]:
-    """One row for each distinct tuple of column names."""
-    return list({tuple(row.columns): row for row in rows}.values())
-
-
-def renamed_columns(rows: Iterable[Row]) -> list[str]:
-    """The columns that are passed to reward functions as csv_NAME, except `prompt`, which `prompts` replaces."""
-    names = dict.fromkeys(name for row in rows for name in row.columns)
-    return [name for name in names if name in RESERVED_ARGUMENTS and name != "prompt"]
-
-
 def column_names(rows: Iterable[Row]) -> list[str]:
     """The union of the names of `reward_columns` over the rows: a reward function gets every column for every row."""
     return list(dict.fromkeys(name for row in rows for name in reward_columns(row)))
