@@ -41,7 +41,6 @@ from grpo.data.scoring import load_rewards
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import fetch_weights
 from grpo.preflight.adapter import lora_options
-from grpo.preflight.agree import adopt_rank0_state, merge_rank_problems
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
@@ -82,10 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     code, message = 1, ""
     try:
-        if ranks.size > 1:
-            from grpo.learn.groups import ConnectedRanks  # This module imports torch.
-
-            ranks = ConnectedRanks(ranks)
+        ranks.connect()
         code = check_and_run(ranks, options.check)
     except RankLost as lost:
         code, message = lost.code, str(lost)
@@ -110,26 +106,21 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
     try:
         if problems := list(filter(None, ranks.share(problem))):
             return fail(problems[:1])
-        resolved = merge_rank_problems(preflight(os.environ, None, ranks))
+        resolved = preflight(os.environ, None, ranks)
         print(banner(resolved, every_setting=only_check))
         if resolved.problems:
             return fail(resolved.problems)
         if only_check:
             print("\nEvery check passed. Nothing was started.")
             return 0
-        code = launch_all(resolved)
+        if ranks.launched:  # torchrun reports neither the run's exit code nor its reason.
+            code = record_end(ranks, resolved.run.folder, resolved.settings, lambda: launch(resolved))
+        else:
+            code = launch(resolved)
         return code
     finally:
         if lock:
             lock.release(remove=code == 2)
-
-
-def launch_all(resolved: ResolvedRun) -> int:
-    """Calls `launch`. Under torchrun, which reports neither, also records the run's exit code and its reason."""
-    if not resolved.ranks.launched:
-        return launch(resolved)
-    folder, settings = resolved.run.folder, resolved.settings
-    return record_end(resolved.ranks, folder, settings, lambda: launch(adopt_rank0_state(resolved)))
 
 
 def launch(resolved: ResolvedRun) -> int:
@@ -170,7 +161,7 @@ def train(resolved: ResolvedRun) -> int:
 
     from grpo.evaluate.progress import Progress
     from grpo.learn.options import grpo_options
-    from grpo.learn.together import broadcast_adapter, broadcast_checkpoint
+    from grpo.learn.together import adopt_rank0_state
     from grpo.learn.trainer import RunContext, Trainer
     from grpo.model.load import load_adapter, load_to_train
     from grpo.rollout.engine import start_engine
@@ -215,8 +206,7 @@ def train(resolved: ResolvedRun) -> int:
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
     if s.INIT_ADAPTER and not state.step:
         load_adapter(policy, s.INIT_ADAPTER)
-    broadcast_adapter(ranks, policy)
-    checkpoint = broadcast_checkpoint(ranks, state.checkpoint, output_dir)
+    checkpoint = adopt_rank0_state(ranks, policy, state.checkpoint, output_dir)
 
     stop.listen()
     try:

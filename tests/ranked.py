@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from grpo.learn.groups import ConnectedRanks
 from grpo.run.ranks import Ranks
 
 FORK = multiprocessing.get_context("fork")
@@ -50,8 +49,7 @@ def _child(pipe: Any, ranks: Ranks, function: Callable[..., Any], arguments: Seq
     torch.set_num_threads(1)  # A fork has none of its parent's threads.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        if ranks.size > 1:
-            ranks = ConnectedRanks(ranks)
+        ranks.connect()
         pipe.send(function(ranks, *arguments))
         ranks.disconnect(0)
     except Exception as error:

@@ -10,18 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from grpo.run.layout import ADAPTER
 from grpo.run.ranks import Ranks
 
 # The files that a run continues from. The ranks that receive them write these names only, never a name that another
 # process sent.
-CHECKPOINT_FILES = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "optimizer.pt",
-    "rng_state.pth",
-    "scheduler.pt",
-    "trainer_state.json",
-)
+RESUME_FILES = [ADAPTER, "adapter_config.json", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"]
 
 
 def adapter_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -55,24 +49,25 @@ def gradients_of(model: torch.nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def broadcast_adapter(ranks: Ranks, model: torch.nn.Module) -> None:
-    """Copies rank 0's adapter into the `model` of every rank."""
-    for parameter in adapter_of(model) if ranks.size > 1 else ():
+def adopt_rank0_state(ranks: Ranks, model: torch.nn.Module, folder: Path | None, scratch: Path) -> Path | None:
+    """Gives the `model` of every rank the adapter of rank 0, and every rank the files of rank 0's checkpoint `folder`,
+    which other machines may not see, in its own `scratch` folder. Returns where the checkpoint is, None without one."""
+    if ranks.size == 1:
+        return folder
+    for parameter in adapter_of(model):
         values = parameter.detach().cpu().contiguous()
         ranks.broadcast_tensor(values)
         parameter.copy_(values)
-
-
-def broadcast_checkpoint(ranks: Ranks, folder: Path | None, scratch: Path) -> Path | None:
-    """Every rank gets the files of rank 0's checkpoint `folder`, which other machines may not see, written into its own
-    `scratch` folder; returns where they are. None where rank 0 has no checkpoint."""
-    if ranks.size == 1 or not ranks.broadcast(folder is not None):
-        return folder
-    for name in CHECKPOINT_FILES:
-        data = ranks.broadcast_bytes((folder / name).read_bytes() if folder else b"")
+    if not ranks.broadcast(folder is not None):
+        return None
+    for name in RESUME_FILES:
+        content = bytearray((folder / name).read_bytes()) if folder else bytearray()
+        size = ranks.broadcast(len(content))
+        values = torch.frombuffer(content or bytearray(size), dtype=torch.uint8)
+        ranks.broadcast_tensor(values)
         if ranks.rank:
-            (scratch / name).write_bytes(data)
-    return scratch if ranks.rank else folder
+            (scratch / name).write_bytes(values.numpy().tobytes())
+    return folder or scratch
 
 
 def sync_stop_signal(ranks: Ranks, signal: int, model: torch.nn.Module, step: int) -> int:

@@ -17,11 +17,11 @@ import pandas
 import psutil
 import torch
 
-from grpo.learn.groups import ConnectedRanks
 from grpo.measure.record import BENCH, Figure, Json, figure, read_json, steps_of, write
 from grpo.measure.variants import Function, intercept, read_result, run_settings, write_result
 from grpo.plan.machine import GIB
 from grpo.run.child import run_child
+from grpo.run.ranks import Ranks
 
 GROUP, LARGE = 8, 4  # completions of a prompt; the large step's prompts, in multiples of one GPU's
 
@@ -38,7 +38,7 @@ def many_child(options: argparse.Namespace) -> int:
     rank = os.environ["RANK"]  # The entry point removes torchrun's variables.
     sums: list[tuple[int, float]] = []
 
-    def sum_twice(sum_tensor: Function, ranks: ConnectedRanks, tensor: torch.Tensor) -> None:
+    def sum_twice(sum_tensor: Function, ranks: Ranks, tensor: torch.Tensor) -> None:
         sum_tensor(ranks, tensor)
         again, started = torch.zeros_like(tensor), time.perf_counter()
         sum_tensor(ranks, again)
@@ -46,7 +46,7 @@ def many_child(options: argparse.Namespace) -> int:
             torch.cuda.synchronize()
         sums.append((tensor.nbytes, time.perf_counter() - started))
 
-    with intercept(ConnectedRanks, "sum_tensor", sum_twice):
+    with intercept(Ranks, "sum_tensor", sum_twice):
         code: int = options.main([])
     if rank == "0" and sums:
         size = max(size for size, _ in sums)

@@ -24,16 +24,10 @@ from grpo.preflight.adapter import check_start
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST
 from grpo.preflight.direct import check_direct
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
-from grpo.run.folder import RunState, inspect_run
+from grpo.run.folder import inspect_run
 from grpo.run.layout import existing_parent
 from grpo.run.ranks import Ranks
-from grpo.settings import (
-    Problems,
-    Settings,
-    load_settings,
-    nearest,
-    unknown_variables,
-)
+from grpo.settings import Problems, Settings, load_settings, nearest, show, unknown_variables
 from grpo.settings_table import TASK_FILES
 from grpo.tasks.figure_text import part
 
@@ -172,11 +166,11 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
             problems.add(f"{name}={path}", fault, f"Free space, or point {name} to a larger disk")
 
 
-def continue_run(resolved: ResolvedRun, run: RunState, problems: Problems) -> ResolvedRun:
+def continue_run(resolved: ResolvedRun, problems: Problems) -> ResolvedRun:
     """The resolved run as it goes on from what OUTPUT_DIR holds, with the GENERATION_BATCH that `auto` chose at its
     start: another one would sample differently. A problem where it generated otherwise."""
-    resolved, settings = dataclasses.replace(resolved, run=run), resolved.settings
-    if not run.checkpoint or not resolved.plan:
+    run, settings = resolved.run, resolved.settings
+    if not run.step or not resolved.plan:
         return resolved
     rollouts, recorded = run.choices.get("rollouts"), part(run.choices, "plan").get("generation_batch")
     began_with_vllm = bool(rollouts[0]) if isinstance(rollouts, list) and rollouts else resolved.use_vllm
@@ -193,23 +187,43 @@ def continue_run(resolved: ResolvedRun, run: RunState, problems: Problems) -> Re
 
 
 def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> ResolvedRun:
-    """The resolved run of the settings in `environ`, with all problems that can be found without training. It writes
-    nothing, and only rank 0 reads OUTPUT_DIR."""
+    """The resolved run of the settings in `environ`, with all problems of all ranks that can be found without training.
+    It writes nothing, and only rank 0, which has locked OUTPUT_DIR, reads that: the others go on from the same step."""
     loaded, sources, problems = load_settings(environ)
     settings, sources = choices.choose_demo(loaded, sources)
-    facts = read_facts(settings, sources, machine, ranks or Ranks(), problems)
-    resolved = resolve(settings, facts, problems)
+    ranks = ranks or Ranks()
+    resolved = resolve(settings, read_facts(settings, sources, machine, ranks, problems), problems)
     garbage_warning = check_input(resolved, problems)
-    if not resolved.ranks.rank:
-        run = inspect_run(resolved.settings, resolved.rows, problems)
-        resolved = continue_run(resolved, run, problems)
+    run = resolved.run if ranks.rank else inspect_run(resolved.settings, resolved.rows, problems)
+    step, recorded = ranks.broadcast((run.step, run.choices))
+    resolved = dataclasses.replace(resolved, run=dataclasses.replace(run, step=step, choices=recorded))
+    resolved = continue_run(resolved, problems)
     check_start(resolved.settings, resolved.run, resolved.adapter.digest, problems)
     if resolved.files and resolved.shapes and resolved.plan:
-        check_memory(resolved.settings, resolved.shapes, problems, resolved.run.checkpoint is not None)
+        check_memory(resolved.settings, resolved.shapes, problems, resolved.run.step > 0)
         check_disk(resolved.settings, resolved.files, resolved.plan.adapter, problems)
     _, warnings = unknown_variables(environ)
     warnings += filter(None, [choices.attention_warning(resolved.attention), garbage_warning])
-    return dataclasses.replace(resolved, problems=Problems(dict.fromkeys(problems)), warnings=tuple(warnings))
+    return dataclasses.replace(resolved, problems=problems_of_ranks(resolved, problems), warnings=tuple(warnings))
+
+
+def problems_of_ranks(resolved: ResolvedRun, problems: Problems) -> Problems:
+    """Each problem of any rank once, the same on every rank: that of some ranks names these. Without problems, the
+    first setting or other input that differs between ranks."""
+    ranks, facts = resolved.ranks, {name: show(value) for name, value in vars(resolved.settings).items()}
+    facts |= {"GPUs": str(resolved.machine.gpus), "vLLM": "used" if resolved.use_vllm else "not used"}
+    facts |= {"rows of DATA and EVAL_DATA": data_fingerprint([*resolved.rows, *resolved.eval_rows])[:8]}
+    texts, inputs = zip(*ranks.share((problems, facts)), strict=True)
+    merged = Problems()
+    for text in dict.fromkeys(text for rank_texts in texts for text in rank_texts):
+        affected = [str(rank) for rank, rank_texts in enumerate(texts) if text in rank_texts]
+        merged.append(text if len(affected) == ranks.size else f"{text} (rank {', '.join(affected)})")
+    for name, own in inputs[0].items() if not merged else ():
+        if rank := next((rank for rank in range(ranks.size) if inputs[rank][name] != own), 0):
+            fix = "Every process needs one GPU, and every machine the same settings, files and packages"
+            merged.add(name, f"{own} on rank 0 and {inputs[rank][name]} on rank {rank}", fix)
+            break  # The other differences may follow from this one.
+    return merged
 
 
 def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:

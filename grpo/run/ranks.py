@@ -1,19 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process a GPU: which of the run's processes this one is, and what it exchanges with the others."""
+"""One process a GPU: which of the run's processes this one is, how they speak to each other, and how they notice that
+one of them is gone.
+
+Simplified: every process has the whole model, so only gradients, token ids, log-probs and short messages travel.
+The groups are made directly, not by `init_process_group`: torch's default group stays free for vLLM, and a collective
+can only run on the group whose method it is. Messages are JSON, never pickles. A process that runs alone imports no
+torch here.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
 import signal
 import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup, Store, Work
 
 # torchrun and `accelerate launch` set these for each process. They are removed, so that TRL, accelerate, transformers
 # and vLLM each see one process with one GPU, and none of them shards or wraps the model.
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_")
+CONNECT_S = 300.0  # Seconds until all processes must have connected.
+SILENT_ROUNDS = 45  # A machine counts as lost after so many rounds of a second without its heartbeat.
+GRACE_S = 20.0  # Seconds after the loss of a process in which the others end: torchrun kills them after 30.
+# A slow process is not lost: only the heartbeat says who is, so gloo's own limit must not come first.
+GLOO_TIMEOUT = timedelta(days=30)
+NCCL_TIMEOUT = timedelta(hours=1)  # All ranks have met on gloo just before, so they are milliseconds apart.
 
 
 class RankLost(RuntimeError):
@@ -28,10 +52,19 @@ class RankLost(RuntimeError):
         return f"rank {self.rank} ended{reason}"
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process of this machine has ended; one that is stopped has not."""
+    import psutil  # Inside, so that the preflight can name missing packages.
+
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @dataclass
 class Ranks:
-    """The processes of a run, each with a GPU; rank 0 writes and decides. This class serves a process that runs alone,
-    and does not import torch; grpo/learn/groups.py has the class for several processes."""
+    """The processes of a run, each with a GPU; rank 0 writes and decides. A process that runs alone is one of them."""
 
     rank: int = 0
     size: int = 1
@@ -43,6 +76,14 @@ class Ranks:
     launched: bool = False  # True under torchrun and the like, whose own exit code is the same for every failure.
     # Called before this process is killed because it did not notice in time that another rank had died.
     on_lost: Callable[[RankLost], None] = lambda lost: None
+
+    def __post_init__(self) -> None:
+        self.lost: RankLost | None = None  # The first process that is gone.
+        self.disconnected = threading.Event()
+        self.rounds_waited = 0  # Seconds since the store answered last.
+        self.siblings: dict[int, int] = {}  # Rank -> process id, of the others on this machine.
+        self.threads: list[threading.Thread] = []  # Empty until `connect` is done.
+        self.nccl: ProcessGroup | None = None  # It is made at the first sum of tensors on GPUs.
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str] = os.environ) -> Ranks:
@@ -68,8 +109,7 @@ class Ranks:
             cards = visible.split(",") if visible else list(map(str, range(local_size)))
             environ["CUDA_VISIBLE_DEVICES"] = cards[local_rank].strip() if local_rank < len(cards) else ""
         if local_size > 1:  # vLLM's engines start at the same time, and share neither ports nor compiled code.
-            user_port = environ.get("VLLM_PORT", "")  # A service called `vllm` makes Kubernetes set it to a URL.
-            first_port = int(user_port) if user_port.isdigit() else port + 1 if port < 60_000 else port - 5_000
+            first_port = port + 1 if port < 60_000 else port - 5_000
             environ["VLLM_PORT"] = str(first_port + 100 * local_rank)
             root = environ.get("VLLM_CACHE_ROOT") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
             environ["VLLM_CACHE_ROOT"] = os.path.join(root, f"rank-{local_rank}") if local_rank else root
@@ -90,11 +130,76 @@ class Ranks:
         start, stop = (groups // self.size * n + min(n, groups % self.size) for n in (self.rank, self.rank + 1))
         return range(start * group, stop * group)
 
-    # All processes must call these methods in the same order. With several processes the methods raise RankLost.
+    def connect(self) -> None:
+        """Waits for all processes, and begins to watch them. Raises RankLost where one does not come."""
+        if self.size == 1:
+            return
+        from torch.distributed import PrefixStore, ProcessGroupGloo
+
+        self.store, deadline = self._open_store(), time.monotonic() + CONNECT_S
+        self.store.set(f"here/{self.rank}", "")
+        # A group's start blocks and answers no signal, so all processes are waited for before.
+        while missing := [rank for rank in range(self.size) if not self.store.check([f"here/{rank}"])]:
+            if time.monotonic() > deadline:
+                raise RankLost(missing[0], message=f"it did not come within {CONNECT_S:.0f} s")
+            time.sleep(0.05)
+        gloo = ProcessGroupGloo(PrefixStore("gloo", self.store), self.rank, self.size, GLOO_TIMEOUT)
+        # Gloo's group is never destroyed: its destructor waits for collectives that others may never join.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+        self.gloo = cast("ProcessGroup", gloo)  # A backend has the same collectives, which torch's stubs leave out.
+        self.machine = self.rank - self.local_rank  # A machine is known by the rank of its first process.
+        processes = self.share([self.machine, os.getpid()])
+        own = {rank: pid for rank, (machine, pid) in enumerate(processes) if machine == self.machine}
+        self.siblings = {rank: pid for rank, pid in own.items() if rank != self.rank}
+        self.other_machines = sorted({machine for machine, _ in processes} - {self.machine})
+        self.threads = [threading.Thread(target=loop, daemon=True) for loop in (self._beat, self._guard)]
+        for thread in self.threads:
+            thread.start()
+
+    def _open_store(self) -> Store:
+        """A connection to the launcher's store: no process of the run listens for one."""
+        from torch.distributed import PrefixStore, TCPStore
+
+        try:
+            store = TCPStore(self.address, self.port, timeout=timedelta(seconds=30), wait_for_workers=False)
+        except RuntimeError:
+            raise RankLost(0, message=f"nobody answers at {self.address}, port {self.port}") from None
+        store.set_timeout(timedelta(seconds=CONNECT_S))
+        return PrefixStore(f"train_grpo/{self.run_id}", store)
+
+    # ---- Exchanging values: all processes must call these in the same order. They raise RankLost. ----
+
+    def _wait(self, work: Work) -> None:
+        """Waits for `work`, however late other ranks are, unless one is lost. Short pauses let signals be answered."""
+        pause = 0.0005
+        while not work.is_completed():
+            if self.lost:
+                raise self.lost
+            time.sleep(pause)
+            pause = min(pause * 1.2, 0.02)
+        try:
+            work.wait()
+        except RuntimeError as error:  # A connection broke, and the heartbeat is about to learn who is gone.
+            for _ in range(10 * (SILENT_ROUNDS + 10)):
+                if self.lost:
+                    raise self.lost from None
+                time.sleep(0.1)
+            raise RuntimeError(f"the connection to another process broke ({error})") from None
 
     def share(self, value: Any) -> list[Any]:
         """The values of all ranks in order, on every rank. JSON must be able to hold them."""
-        return [value]
+        if self.size == 1:
+            return [value]
+        import torch
+
+        data = json.dumps(value, default=lambda scalar: scalar.item()).encode()  # JSON lacks NumPy's numbers.
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._wait(self.gloo.allgather([lengths], [torch.tensor([len(data)])]))
+        padded = torch.frombuffer(bytearray(data.ljust(int(max(lengths)) + 1, b"\0")), dtype=torch.uint8)
+        messages = [torch.empty_like(padded) for _ in range(self.size)]
+        self._wait(self.gloo.allgather([messages], [padded]))
+        texts = (message[: int(length)].numpy().tobytes() for message, length in zip(messages, lengths, strict=True))
+        return list(map(json.loads, texts))
 
     def share_rows(self, rows: list[Any]) -> list[Any]:
         """Every rank's rows in order."""
@@ -102,21 +207,88 @@ class Ranks:
 
     def broadcast(self, value: Any = None) -> Any:
         """Rank 0's value, on every rank. JSON must be able to hold it; the other ranks' values are ignored."""
-        return value
+        return self.share(None if self.rank else value)[0]
 
-    def broadcast_bytes(self, data: bytes = b"") -> bytes:
-        """Rank 0's bytes, on every rank; the other ranks' bytes are ignored."""
-        return data
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Copies rank 0's values into a tensor on the CPU."""
+        self._wait(self.gloo.broadcast(tensor, 0))
 
-    def broadcast_tensor(self, tensor: Any) -> None:
-        """Copies rank 0's values into a torch.Tensor on the CPU."""
+    def sum_tensor(self, tensor: Tensor) -> None:
+        """Replaces a tensor by its sum over all ranks, the same bits on every rank."""
+        if not tensor.is_cuda:
+            return self._wait(self.gloo.allreduce([tensor]))
+        import torch
 
-    def sum_tensor(self, tensor: Any) -> None:
-        """Replaces a torch.Tensor by its sum over all ranks, the same bits on every rank."""
+        # NCCL gives up on a rank that comes after its timeout. Gloo does not: it waits here until every GPU is ready.
+        torch.cuda.synchronize()
+        self._wait(self.gloo.barrier())
+        if self.nccl is None:
+            # NCCL's group is made at the first sum, after vLLM has captured its graphs. It has its own connection to
+            # the store, so that NCCL's waiting there does not hold up the heartbeat.
+            backend = torch.distributed.ProcessGroupNCCL
+            options = backend.Options()
+            options._timeout = NCCL_TIMEOUT
+            nccl = backend(torch.distributed.PrefixStore("nccl", self._open_store()), self.rank, self.size, options)
+            self.nccl = cast("ProcessGroup", nccl)  # It is cast for the same reason as gloo.
+        self._wait(self.nccl.allreduce([tensor]))
+
+    # ---- Noticing lost processes ----
 
     def is_broken(self) -> bool:
         """Whether another process is gone: then a SIGTERM is torchrun's, which ends all processes after the first."""
-        return False
+        return not self.disconnected.is_set() and (self.lost is not None or self._lost_sibling() is not None)
+
+    def _lost_sibling(self) -> int | None:
+        return next((rank for rank, pid in self.siblings.items() if has_ended(pid)), None)
+
+    def _report(self, rank: int, code: int = 1, message: str = "") -> RankLost:
+        """Records in the store that a process is gone, unless another one is recorded; returns the recorded one."""
+        return RankLost(*json.loads(self.store.compare_set("end", "", json.dumps([rank, code, message]))))
+
+    def _beat(self) -> None:
+        """Tells the others once a second that this machine is alive, and looks for processes that are gone. A process
+        that is busy or stopped counts as alive. Each machine has a heartbeat because one that loses its power closes no
+        connection."""
+        beats: dict[int, int] = {}
+        silent: Counter[int] = Counter()
+        while not self.lost and not self.disconnected.wait(1):
+            try:
+                self.store.add(f"beat/{self.machine}", 1)
+                lost_rank = self._lost_sibling()
+                if lost_rank is not None or self.store.check(["end"]):
+                    self.lost = self._report(self.rank if lost_rank is None else lost_rank)
+                for machine in self.other_machines:
+                    beat = self.store.add(f"beat/{machine}", 0)
+                    silent[machine] = silent[machine] + 1 if beat == beats.get(machine) else 0
+                    beats[machine] = beat
+                    if silent[machine] > SILENT_ROUNDS:
+                        self.lost = self._report(machine)
+            except RuntimeError:  # The store is gone, and with it the launcher on rank 0's machine.
+                self.lost = self.lost or RankLost(0)
+            self.rounds_waited = 0
+
+    def _guard(self) -> None:
+        """Ends this process if it does not notice that another one is gone. It may be in a rollout, or wait for a store
+        whose machine is gone."""
+        while not self.lost and not self.disconnected.wait(1):
+            self.rounds_waited += 1
+            if self.rounds_waited > SILENT_ROUNDS:
+                self.lost = self.lost or RankLost(0)
+        if self.lost and not self.disconnected.wait(GRACE_S):
+            self.on_lost(self.lost)
+            os._exit(self.lost.code or 1)
 
     def disconnect(self, code: int, message: str = "") -> None:
         """Tells the others how this process ends, and closes its connections."""
+        if self.disconnected.is_set() or not self.threads:
+            return
+        with contextlib.suppress(RuntimeError):
+            if not self.lost:
+                self._report(self.rank, code, message)
+        self.disconnected.set()
+        for thread in self.threads:  # A thread that still uses the store when Python ends would abort the process.
+            thread.join(2)
+        if self.nccl is not None:
+            self.nccl.abort()  # Unlike `shutdown`, this waits for nobody.
+        if self.rank == 0 and self.other_machines:
+            time.sleep(3)  # The store ends with rank 0's torchrun, and the others read there how the run ended.

@@ -15,13 +15,7 @@ from trainers import make, plain_float32, seed_weights, step_of
 from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
-from grpo.learn.together import (
-    CHECKPOINT_FILES,
-    adapter_of,
-    broadcast_checkpoint,
-    flat_adapter,
-    sync_stop_signal,
-)
+from grpo.learn.together import RESUME_FILES, adapter_of, adopt_rank0_state, flat_adapter, sync_stop_signal
 from grpo.run.logs import METRICS
 from grpo.settings import FIELDS
 
@@ -164,19 +158,20 @@ def test_any_ranks_signal_stops_all():
     assert in_ranks(2, lambda ranks: sync_stop_signal(ranks, 0, model, 3)) == [0] * 2
 
 
-def test_every_rank_gets_rank_0s_checkpoint(tmp_path):
+def test_every_rank_gets_rank_0s_adapter_and_checkpoint(tmp_path):
     """They get the files that a run continues from, and no other file of rank 0's folder, whatever its name is."""
     folder = tmp_path / "checkpoint-2"
     folder.mkdir()
-    files = {name: name.encode() * 999 for name in CHECKPOINT_FILES}
+    files = {name: name.encode() * 999 for name in RESUME_FILES}
     for name, data in (files | {"manifest.json": b"{}", "README.md": b"x"}).items():
         (folder / name).write_bytes(data)
 
     def copied(ranks):
-        scratch = tmp_path / str(ranks.rank)
+        scratch, model = tmp_path / str(ranks.rank), torch.nn.Linear(2, 2)
         scratch.mkdir()
-        assert broadcast_checkpoint(ranks, None, scratch) is None
-        checkpoint = broadcast_checkpoint(ranks, None if ranks.rank else folder, scratch)
+        torch.nn.init.constant_(model.weight, ranks.rank + 5)
+        assert adopt_rank0_state(ranks, model, None, scratch) is None and (model.weight == 5).all()
+        checkpoint = adopt_rank0_state(ranks, model, None if ranks.rank else folder, scratch)
         return checkpoint.name, {path.name: path.read_bytes() for path in scratch.iterdir()}
 
     assert in_ranks(2, copied) == [("checkpoint-2", {}), ("1", files)]

@@ -12,9 +12,9 @@ from ranked import in_ranks
 
 from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
 from grpo.plan.memory import NCCL_GIB, Shapes, plan_memory
-from grpo.preflight.agree import adopt_rank0_state, merge_rank_problems
+from grpo.preflight import checks
 from grpo.preflight.banner import banner, memory_facts
-from grpo.preflight.checks import check_memory, preflight
+from grpo.run.folder import RunState
 from grpo.settings import Problems, Settings
 
 TWO, FOUR = (dataclasses.replace(H100, ranks=count, here=2) for count in (2, 4))
@@ -56,7 +56,7 @@ def test_host_memory_is_shared():
 
     def problems(machine, ram_free, **changes):
         problems, machine = Problems(), dataclasses.replace(machine, ram_free=ram_free)
-        check_memory(Settings(**changes), shapes_of(machine), problems)
+        checks.check_memory(Settings(**changes), shapes_of(machine), problems)
         return problems
 
     problem = only(problems(TWO, 25.0))
@@ -67,16 +67,13 @@ def test_host_memory_is_shared():
 
 
 def checked(ranks, tmp_path, own):
-    """The problems, or step, batch and plan, of a run of which each process sees its `own` environment."""
+    """The problems, or step and batch of a resumed run, of which each process sees its `own` environment."""
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"} | own[ranks.rank]
     machine = H100 if environ.pop("GPU", "") else CPU
-    merged = merge_rank_problems(preflight(environ, machine, ranks))
-    if merged.problems:
-        return list(merged.problems)
-    changed = dataclasses.replace(merged.run, step=9) if not ranks.rank else merged.run
-    adopted = adopt_rank0_state(dataclasses.replace(merged, run=changed))
-    is_shown = "2, each with its own model: 4, 4 of 8 prompts" in banner(merged)
-    return [adopted.run.step, adopted.plan.generation_batch, is_shown]
+    checks.inspect_run = lambda *_: RunState(tmp_path, 9, tmp_path, True, {"plan": {"generation_batch": ranks.size}})
+    resolved = checks.preflight(environ, machine, ranks)
+    assert resolved.problems or "2, each with its own model: 4, 4 of 8 prompts" in banner(resolved)
+    return list(resolved.problems) or [resolved.run.step, resolved.plan.generation_batch]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +88,7 @@ def checked(ranks, tmp_path, own):
     ],
 )
 def test_all_processes_have_the_same_input(tmp_path, other, message):
-    both = {"GENERATION_BATCH": "16", "USE_VLLM": "0", "ATTN_IMPL": "eager", "EXPERTS": "bf16"}
+    both = {"USE_VLLM": "0", "ATTN_IMPL": "eager", "EXPERTS": "bf16"}
     first, second = in_ranks(2, checked, tmp_path, [both, both | other])
     assert first == second
-    assert first == [9, 16, True] if message is None else only(first).startswith(message)
+    assert first == [9, 2] if message is None else only(first).startswith(message)

@@ -266,12 +266,12 @@ def test_long_prompts_are_named(tiny_run, tmp_path):
 def test_a_resumed_run_keeps_what_auto_chose(tiny_run, tmp_path):
     choices = {"rollouts": [False, ""], "plan": {"generation_batch": 2}}
     problems, run = Problems(), RunState(tmp_path, 4, tmp_path, True, choices)
-    fresh, chosen = tiny_run(), tiny_run(GENERATION_BATCH=16)
-    plan = checks.continue_run(fresh, run, problems).plan
+    fresh, chosen = (dataclasses.replace(tiny_run(**changes), run=run) for changes in ({}, {"GENERATION_BATCH": 16}))
+    plan = checks.continue_run(fresh, problems).plan
     assert (plan.generation_batch, plan.generation_batch_reason) == (2, "as the run was started") and not problems
-    assert checks.continue_run(chosen, run, problems) == dataclasses.replace(chosen, run=run) and not problems
+    assert checks.continue_run(chosen, problems) == chosen and not problems
     choices["rollouts"] = [True, ""]
-    assert checks.continue_run(fresh, run, problems).plan == fresh.plan
+    assert checks.continue_run(fresh, problems) == fresh
     assert "was started with USE_VLLM=1, now it is 0 (no GPU" in only(problems)
 
 

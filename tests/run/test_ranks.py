@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process of a run this one is, and its share of the rows."""
+"""The processes of a run: which one this is, how they meet and speak, wait for who is late, and notice who is gone."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import struct
 import sys
+import time
+from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
+import torch
+from ranked import in_ranks, launcher_store
 
-from grpo.run.ranks import LAUNCH_VARIABLES, Ranks
+from grpo.run import ranks as ranks_module
+from grpo.run.ranks import LAUNCH_VARIABLES, RankLost, Ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host",
             "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -20,7 +31,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 def test_a_process_sees_its_own_gpu_and_no_launcher(monkeypatch, quiet, visible, mine):
     monkeypatch.setattr(sys, "stdout", sys.stdout)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    environ = TORCHRUN | {"PATH": "x", "VLLM_PORT": "tcp://10.0.0.1:80", "NCCL_SOCKET_IFNAME": "eth7"}
+    environ = TORCHRUN | {"PATH": "x", "NCCL_SOCKET_IFNAME": "eth7"}
     environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     ranks = Ranks.from_environment(environ)
     own = {"CUDA_VISIBLE_DEVICES": mine, "VLLM_PORT": "29601", "VLLM_CACHE_ROOT": "~/.cache/vllm/rank-1"}
@@ -68,3 +79,190 @@ def test_ranks_that_cannot_be_are_refused(wrong, problem):
 def test_groups_are_shared_out_whole(count, group, size, sizes):
     shares = [Ranks(rank, size).share_out(count, group) for rank in range(size)]
     assert [len(share) for share in shares] == sizes and [i for share in shares for i in share] == list(range(count))
+
+
+SILENT = "ended without a word"
+
+
+def speak(ranks):
+    """Exchanges a message, a broadcast, a tensor, and a sum of numbers that differ between ranks."""
+    summed = torch.tensor([2.0**-ranks.rank, float(ranks.rank), 1 / 3])
+    ranks.sum_tensor(summed)
+    first = torch.full((3,), ranks.rank + 7)
+    ranks.broadcast_tensor(first)
+    messages = ranks.share([ranks.rank, float("nan"), None, "x" * ranks.rank])
+    assert not torch.distributed.is_initialized(), "TRL, accelerate and vLLM see one process"
+    origin = ranks.broadcast({"from": ranks.rank})
+    return [m[0] for m in messages], origin, summed.tolist(), first.tolist()
+
+
+def test_all_hear_the_same():
+    expected = [0, 1, 2], {"from": 0}, [1.75, 3.0, pytest.approx(1.0)], [7, 7, 7]
+    results = in_ranks(3, speak)
+    assert results == [expected] * 3 and len({str(result) for result in results}) == 1, "bit for bit"
+
+
+def test_rows_of_numbers_are_shared():
+    """Floats to the last bit, rows of any length, none at all from some, what is unknown, and NumPy's numbers."""
+    rows = [[[1, np.int64(7)], []], [], [[1 / 3, None, -1e-300, np.float32(0.1)]]]
+    assert in_ranks(3, lambda ranks: ranks.share_rows(rows[ranks.rank])) == [[*rows[0], *rows[2]]] * 3
+
+
+def test_nobody_waits_for_ever(monkeypatch):
+    monkeypatch.setattr(ranks_module, "CONNECT_S", 0.3)
+    with launcher_store() as (port, _), pytest.raises(RankLost, match="rank 1 ended: it did not come within"):
+        Ranks(0, 2, 0, 2, "127.0.0.1", port).connect()
+
+
+def state(pid):
+    """`T` of a stopped process, `Z` of one that has ended and is not reaped yet."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize(("machines", "rounds"), [(1, 2), (2, 45)])
+def test_a_stopped_process_is_waited_for(monkeypatch, machines, rounds):
+    """On the same machine also where it is stopped for longer than a machine may be silent."""
+    monkeypatch.setattr(ranks_module, "SILENT_ROUNDS", rounds)
+
+    def go_on_later(port, host, pids):
+        while state(pids[1]) != "T":
+            time.sleep(0.05)
+        time.sleep(4)
+        os.kill(pids[1], signal.SIGCONT)
+
+    def stop(ranks):
+        ranks.share(0)
+        started = time.monotonic()
+        if ranks.rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return ranks.share(ranks.rank), time.monotonic() - started
+
+    results = in_ranks(2, stop, local_size=2 // machines, beside=go_on_later)
+    assert all(shared == [0, 1] and waited >= 4 for shared, waited in results)
+
+
+@pytest.mark.parametrize(("dead", "local_size"), [(0, 3), (2, 1)])
+def test_who_is_killed_is_named(monkeypatch, dead, local_size):
+    """By all others, also where it had said something before. On another machine its silence says it."""
+    monkeypatch.setattr(ranks_module, "SILENT_ROUNDS", 3)
+
+    def killed(ranks):
+        ranks.share(0)
+        if ranks.rank == dead:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2):
+            ranks.share("a")
+
+    results = in_ranks(3, killed, local_size=local_size)
+    assert results[dead] is None
+    assert [str(result)[: len(SILENT) + 7] for result in results if result] == [f"rank {dead} {SILENT}"] * 2
+
+
+def test_the_last_message_arrives():
+    """From a process that leaves in the middle of what all speak about, to those that wait and to one that is late."""
+
+    def fails(ranks):
+        if ranks.rank == 1:
+            ranks.disconnect(4, "vLLM: no memory")
+            return
+        time.sleep(2 * (ranks.rank == 2))
+        ranks.share(None)
+
+    first, _, third = in_ranks(3, fails)
+    assert [(error.rank, error.code, error.message) for error in (first, third)] == [(1, 4, "vLLM: no memory")] * 2
+
+
+def test_a_process_that_does_not_notice_is_ended(monkeypatch, tmp_path):
+    """A process in a rollout is an example. It is ended after it was told which process is gone."""
+    monkeypatch.setattr(ranks_module, "GRACE_S", 0.2)
+    ready, message = tmp_path / "ready", tmp_path / "message"
+
+    def busy(ranks):
+        if ranks.rank:
+            while not ready.exists():
+                time.sleep(0.01)
+            os._exit(1)
+        ranks.on_lost = lambda lost: message.write_text(str(lost))
+        ready.touch()
+        time.sleep(100)
+        return "was not ended"
+
+    assert in_ranks(2, busy) == [None, None]
+    assert message.read_text().startswith(f"rank 1 {SILENT}")
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_process_that_ends_while_the_others_connect_is_noticed(monkeypatch, dead):
+    """It has shared its process id, but the others have not looked at the process yet."""
+    share = Ranks.share
+
+    def share_and_end(ranks, value):
+        processes = share(ranks, value)
+        if ranks.rank == dead:
+            os._exit(1)
+        while state(processes[dead][1]) != "Z":
+            time.sleep(0.01)
+        return processes
+
+    monkeypatch.setattr(Ranks, "share", share_and_end)
+    monkeypatch.setattr(Ranks, "_beat", lambda ranks: None)  # A signal may come before its first look.
+    assert in_ranks(2, lambda ranks: ranks.is_broken())[1 - dead] is True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_store_that_is_gone_is_rank_0s_machine(monkeypatch, number):
+    """Whether it closes its connections or, as a machine without power, never answers again."""
+    monkeypatch.setattr(ranks_module, "SILENT_ROUNDS", 3)
+
+    def wait(ranks):
+        time.sleep(100 * (ranks.rank == 0))
+        ranks.share(0)
+
+    def end_host_then_rank_0(port, host, pids):
+        time.sleep(2)
+        os.kill(host, number)
+        time.sleep(6)
+        os.kill(pids[0], signal.SIGKILL)
+
+    assert str(in_ranks(2, wait, local_size=1, beside=end_host_then_rank_0)[1]).startswith(f"rank 0 {SILENT}")
+
+
+def test_a_signal_is_answered_while_others_are_waited_for():
+    def wait(ranks):
+        if ranks.rank:
+            time.sleep(3)
+            return None
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        started = time.monotonic()
+        try:
+            ranks.share(0)
+        except KeyboardInterrupt:
+            return time.monotonic() - started
+
+    assert in_ranks(2, wait)[0] < 2.5
+
+
+def test_strangers_that_connect_are_no_ranks(tmp_path):
+    """They stay silent or send garbage or a length of 2^62, and nobody listens but on the loopback."""
+    strangers, addresses = [], set()
+
+    def connect(port, host, pids):
+        for pid in pids:
+            listeners = []
+            while not listeners:
+                connections = psutil.Process(pid).net_connections("tcp")
+                listeners = [connection.laddr for connection in connections if connection.status == "LISTEN"]
+            addresses.update(listener.ip for listener in listeners)
+            for data in (b"", b"", b"", os.urandom(4096), struct.pack("<Q", 2**62) * 8):
+                strangers.append(socket.create_connection(listeners[0]))
+                strangers[-1].sendall(data)
+        (tmp_path / "connected").touch()
+
+    def share(ranks):
+        while not (tmp_path / "connected").exists():
+            time.sleep(0.01)
+        return ranks.share(ranks.rank)
+
+    assert in_ranks(2, share, beside=connect) == [[0, 1]] * 2
+    assert addresses == {"127.0.0.1"} and len(strangers) == 10
