@@ -20,7 +20,7 @@ from grpo.model.load import load_model, load_tokenizer
 from grpo.plan.hub import read_json
 from grpo.plan.memory import Plan
 from grpo.preflight.adapter import lora_options
-from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
+from grpo.preflight.choices import choose_rewards
 from grpo.run.ending import StopRequest
 from grpo.run.ranks import Ranks
 from grpo.settings import Settings
@@ -39,7 +39,6 @@ def build(settings, tiny, folder, ranks=None, rows=None):
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
     specs = reward_specs(choose_rewards(settings.REWARDS, rows)[0])
     looked_up = tuple(n for n, (name, _) in enumerate(specs) if settings.EXPECTED_REWARD and is_by_action(name))
-    scale = choose_scale_rewards(settings.SCALE_REWARDS)[0]
     return Trainer(
         RunContext(
             settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks=ranks or Ranks(), looked_up=looked_up
@@ -47,7 +46,7 @@ def build(settings, tiny, folder, ranks=None, rows=None):
         load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**lora_options(settings)),
-        GRPOConfig(**grpo_options(settings, False, specs, scale, choose_epsilon_high(settings)[0])),
+        GRPOConfig(**grpo_options(settings, False, specs)),
         load_rewards(specs, settings),
     )
 

@@ -14,11 +14,8 @@ SHARED = ("TEMPERATURE", "TOP_P", "LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY
 "BETA", "LOSS_TYPE", "EPSILON", "GRADIENT_CHECKPOINTING", "SAVE_STEPS", "SEED")  # fmt: skip
 
 
-def grpo_options(
-    s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], scale_rewards: str, epsilon_high: float
-) -> dict[str, Any]:
-    """Arguments of TRL's GRPOConfig for this run, given (name, weight) of its reward functions, how they are scaled,
-    and the upper clip range."""
+def grpo_options(s: Settings, cuda: bool, specs: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """Arguments of TRL's GRPOConfig for this run, given (name, weight) of its reward functions."""
     trackers = [name for name in split_commas(s.REPORT_TO) if name != "none"]
     return {
         **{name.lower(): getattr(s, name) for name in SHARED},
@@ -33,10 +30,11 @@ def grpo_options(
         "max_completion_length": s.MAX_COMPLETION_LEN,
         "max_steps": s.TOTAL_STEPS,
         "lr_scheduler_type": s.LR_SCHEDULER,
-        "epsilon_high": epsilon_high,
+        "epsilon_high": s.EPSILON_HIGH or (5.0 if s.LOSS_TYPE == "cispo" else s.EPSILON),
         "mask_truncated_completions": s.MASK_TRUNCATED,
         "reward_weights": [weight for _, weight in specs],
-        "scale_rewards": scale_rewards,
+        # By the batch's deviation a few costly rows decide, and a run may settle on the safest action.
+        "scale_rewards": s.SCALE_REWARDS or "group",
         # gpt-oss's config carries a load-balancing coefficient that TRL would silently add to the loss
         # (https://github.com/huggingface/trl/issues/7248).
         "router_aux_loss_coef": 0.0,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -265,29 +264,12 @@ def generation_gib(settings: Settings, shapes: Shapes, completions: int) -> floa
     return (cache + max(prefill, step)) / GIB
 
 
-def choosing_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
-    """GiB beside the weights for choosing a token after each prompt of a micro-batch (DIRECT_ANSWERS): a layer's
-    forward pass, or the head with one position's logits per prompt, once in BF16 and three times in float32."""
-    config = shapes.config
-    tokens = bucket(micro_batch_tokens(settings, rows, shapes.prompt_len, shapes.share_prompts))
-    per_token = 2 * config["num_experts_per_tok"] * (2 * config["intermediate_size"] + 2 * config["hidden_size"])
-    per_token += 4 * layer_sizes(config)[1] + 8 * config["hidden_size"]
-    scores = 0
-    if shapes.attention == "eager":
-        scores = tokens * (shapes.prompt_len + 1) * config["num_attention_heads"] * 2 * 3
-    return max(tokens * per_token + scores, rows * config["vocab_size"] * 14) / GIB
-
-
-def useful_micro_batch(settings: Settings, shapes: Shapes, completions: int) -> int:
-    """The largest micro-batch, of a process's `completions`, that still gains speed: beyond it, matrix products are
+def gains_speed(settings: Settings, shapes: Shapes, rows: int) -> bool:
+    """Whether a micro-batch of `rows` completions is still faster than a smaller one: beyond that, matrix products are
     large enough and fixed costs are spread over enough tokens."""
     if (shapes.prompt_len + settings.MAX_COMPLETION_LEN) * shapes.config["hidden_size"] < 100_000:
-        return 64
-
-    def tokens(rows: int) -> int:
-        return micro_batch_tokens(settings, rows, shapes.prompt_len, shapes.share_prompts)
-
-    return max(1, bisect.bisect_right(range(1, completions + 1), MICRO_BATCH_TOKENS, key=tokens))
+        return rows <= 64
+    return micro_batch_tokens(settings, rows, shapes.prompt_len, shapes.share_prompts) <= MICRO_BATCH_TOKENS
 
 
 def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
@@ -324,11 +306,10 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
     own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # Completions of a process.
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
-        most = useful_micro_batch(settings, shapes, own)
-        fitting = (n for n in divisors(own) if n <= most and learning_gib(settings, shapes, n) <= room)
-        micro = max(fitting, default=1)
+        useful = [n for n in divisors(own) if gains_speed(settings, shapes, n)] or [1]
+        micro = max((n for n in useful if learning_gib(settings, shapes, n) <= room), default=1)
         fit = f"whose {learning_gib(settings, shapes, micro):.1f} GiB fit beside the weights in {where}"
-        micro_reason = f"largest divisor of {own} up to {most} {fit}"
+        micro_reason = f"largest divisor of {own} up to {useful[-1]} {fit}"
     micro = min(micro, own)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if settings.DIRECT_ANSWERS:
@@ -337,8 +318,9 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
         chunk = max((n for n in divisors(total) if generation_gib(settings, shapes, n) <= room), default=1)
         fit = f"whose cache and prefill ({generation_gib(settings, shapes, chunk):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
-    generating = choosing_gib if settings.DIRECT_ANSWERS else generation_gib
-    generation, learning = generating(settings, shapes, chunk), learning_gib(settings, shapes, micro)
+    # Choosing a token (DIRECT_ANSWERS) is a part of what learning takes.
+    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, shapes, chunk)
+    learning = learning_gib(settings, shapes, micro)
     # If there is room, all of the engine's weights stay on the GPU, so that sleeping and waking copy nothing.
     if engine and lent and learning <= room - engine.on_host:
         engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)

@@ -253,10 +253,9 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
 
 # Choices in settings.json by the name that they have there, and the field of ResolvedRun.
 RECORDED = {
-    "rewards": "rewards", "scale_rewards": "scale_rewards", "expected_reward": "expected_reward",
+    "rewards": "rewards", "expected_reward": "expected_reward", "threads": "threads",
     "attention": "attention", "packing": "packing", "rollouts": "use_vllm",
     "evaluation": "exact", "simulation": "exact_loop", "best": "best_by",
-    "epsilon_high": "epsilon_high", "threads": "threads",
 }  # fmt: skip
 
 

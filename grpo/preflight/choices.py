@@ -94,15 +94,6 @@ def choose_experts(kinds: Sequence[str], fits: Collection[str]) -> tuple[str, st
     return chosen, EXPERTS_REASONS[chosen]
 
 
-def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
-    """(upper clip range, reason)."""
-    if settings.EPSILON_HIGH is not None:
-        return settings.EPSILON_HIGH, "set by EPSILON_HIGH"
-    if settings.LOSS_TYPE == "cispo":
-        return 5.0, "cispo truncates the ratio itself, far from 1"
-    return settings.EPSILON, "EPSILON on both sides"
-
-
 def choose_threads(parameters: int, gpus: int, environ: Mapping[str, str]) -> tuple[int | None, str]:
     """(threads that torch computes with on the CPU or None for torch's own choice, reason) for so many `parameters`."""
     if environ.get("OMP_NUM_THREADS"):
@@ -120,13 +111,6 @@ def choose_rewards(requested: str | None, rows: Sequence[Row]) -> tuple[str, str
     if rows and bare is None:
         return "regret", "every training row has q_action_k"
     return "action", f"{bare} has no q_action_k" if bare else "there are no training rows"
-
-
-def choose_scale_rewards(requested: str | None) -> tuple[str, str]:
-    """(SCALE_REWARDS, reason)."""
-    if requested is not None:
-        return requested, "set by SCALE_REWARDS"
-    return "group", "by the batch's deviation a few costly rows decide, and a run may settle on the safest action"
 
 
 def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> Iterator[str]:

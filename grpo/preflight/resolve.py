@@ -93,9 +93,7 @@ class ResolvedRun(Facts):
     reasons: Mapping[str, str]
     rewards: str
     reward_specs: list[tuple[str, float]]  # (name, weight) of each function; empty where `rewards` cannot be read.
-    scale_rewards: str
     expected_reward: bool
-    epsilon_high: float
     attention: str
     packing: str
     use_vllm: bool
@@ -186,11 +184,9 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
 
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)
     specs = resolve_specs(rewards)
-    scale, reasons["scale_rewards"] = choices.choose_scale_rewards(settings.SCALE_REWARDS)
     expected_reward, reasons["expected_reward"] = choices.choose_expected_reward(
         settings, rows, [name for name, _ in specs if is_by_action(name)]
     )
-    epsilon_high, reasons["epsilon_high"] = choices.choose_epsilon_high(settings)
     parameters = hub.count_parameters(facts.config)["total"] if facts.config else 0
     threads, reasons["threads"] = choices.choose_threads(parameters, machine.gpus, os.environ)
 
@@ -212,9 +208,7 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         reasons=reasons,
         rewards=rewards,
         reward_specs=specs,
-        scale_rewards=scale,
         expected_reward=expected_reward,
-        epsilon_high=epsilon_high,
         attention=attention,
         packing=packing,
         use_vllm=use_vllm,
