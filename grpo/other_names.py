@@ -59,36 +59,21 @@ INSTEAD = {
     "set WARMUP_STEPS to {} x TOTAL_STEPS": "WARMUP_RATIO LR_WARMUP_STEPS_RATIO",
     "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 for none":
         "QUANTIZATION LOAD_IN_4BIT LOAD_IN_8BIT",
-    "set EXPERTS=bf16": "FULL_PRECISION",
-    "set ATTN_IMPL=auto, the default": "FLASH_ATTENTION",
     "leave it out: the same command continues from the last checkpoint in OUTPUT_DIR":
         "RESUME_FROM_CHECKPOINT RESUME_FROM RESUME_MODE",
     "set OVERWRITE=1, which deletes the run that is there": "OVERWRITE_OUTPUT_DIR",
-    "name its files in DATA, such as 'days/*.csv'": "DATA_DIR",
     "write configuration and split into DATA, as org/name:config:split":
         "DATASET_CONFIG DATASET_CONFIG_NAME DATASET_SPLIT DATASET_TRAIN_SPLIT DATASET_TEST_SPLIT",
     "name held-out rows in EVAL_DATA": "VAL_SET_SIZE",
     "set REWARDS to the names: trl.rewards:... for those of trl, module:function for your own":
         "REWARD REWARD_FUNC REWARD_FUNCS",
     "write them into REWARDS, as name=weight,...": "REWARD_WEIGHTS",
-    "set REWARDS=action for the CSV's reward_action_k, or regret for q_action_k": "Q_REWARD_MODE Q_TEMPERATURE",
-    "set SCALE_REWARDS=group for true, none for false": "NORM_ADV_BY_STD_IN_GRPO",
-    "set LOSS_TYPE=bnpo for token-mean, grpo for seq-mean-token-mean, dr_grpo for seq-mean-token-sum-norm":
-        "LOSS_AGG_MODE",
-    "set REASONING_EFFORT and PROMPT_DATE, which gpt-oss's chat template takes": "CHAT_TEMPLATE_KWARGS",
     "set VLLM_GPU_MEM={}, or leave it out: it is planned": "VLLM_GPU_MEMORY_UTILIZATION GPU_MEMORY_UTILIZATION",
     "set IS_CORRECTION=none to do without": "VLLM_IMPORTANCE_SAMPLING_CORRECTION",
-    "set GRADIENT_CHECKPOINTING=0": "DISABLE_GRADIENT_CHECKPOINTING",
     "set EVAL_STEPS, the steps between two evaluations; EVAL_SAMPLES=0 leaves out all of them":
         "EVAL_STRATEGY EVAL_ON_START EVAL_DELAY DO_EVAL",
     "set BEST_BY, the figure that the adapter in best/ is kept by":
         "LOAD_BEST_MODEL_AT_END METRIC_FOR_BEST_MODEL GREATER_IS_BETTER",
-    "set SAVE_STEPS, the steps between checkpoints; a signal saves one as well":
-        "SAVE_STRATEGY SAVE_ONLY_MODEL",
-    "name a local folder of that revision in MODEL_ID": "MODEL_REVISION",
-    "write --check behind train_grpo.py": "DRY_RUN",
-    "run scripts/export.py OUTPUT_DIR --push you/name afterwards":
-        "PUSH_TO_HUB HUB_MODEL_ID HUB_PRIVATE_REPO",
 }
 
 # The reason why no setting corresponds -> the other tools' names, each of which would change what is learned.
@@ -106,8 +91,6 @@ UNSUPPORTED = {
         "USE_PEFT FULL_FINETUNING LORA_MODULES_TO_SAVE USE_RSLORA USE_DORA",
     "every process holds the whole model (docs/clusters.md)":
         "FSDP DEEPSPEED VLLM_TENSOR_PARALLEL_SIZE TENSOR_PARALLEL_SIZE",
-    "every step is in metrics.csv, every completion in completions.csv":
-        "LOGGING_STEPS LOG_COMPLETIONS METRICS_CSV GENERATIONS_CSV GRPO_LOG_COMPLETIONS GRPO_COMPLETION_LOG_PATH",
 }
 # fmt: on
 
@@ -124,6 +107,6 @@ ANSWERS = {
 
 # Words that any program may export: as variables they are worth a warning, not an error.
 COMMON = (
-    "MODEL DATASET DATASETS DATA_DIR SYSTEM REWARD REWARD_MODEL STEPS MAX_TOKENS MAX_LENGTH RANDOM_SEED RANDOM_STATE "
-    "ATTENTION OVERRIDE OUT OUTPUT OUTDIR OUT_DIR DRY_RUN DO_EVAL OPTIM OPTIMIZER DELTA FSDP DEEPSPEED"
+    "MODEL DATASET DATASETS SYSTEM REWARD REWARD_MODEL STEPS MAX_TOKENS MAX_LENGTH RANDOM_SEED RANDOM_STATE "
+    "ATTENTION OVERRIDE OUT OUTPUT OUTDIR OUT_DIR DO_EVAL OPTIM OPTIMIZER DELTA FSDP DEEPSPEED"
 )

@@ -9,7 +9,6 @@ import itertools
 import logging
 import math
 import os
-import re
 import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -263,16 +262,9 @@ def wrap(line: str, indent: int) -> str:
 
 
 def fold(about: str | None) -> str:
-    """A script's docstring for `--help`: paragraphs are filled anew, commands keep their lines and their columns."""
-    lines: list[str] = []
-    for is_prose, part in itertools.groupby((about or "").strip().splitlines(), lambda line: line[:1].strip() != ""):
-        if is_prose:
-            lines.append(wrap(" ".join(part), 0))
-            continue
-        for line in part:
-            command = re.match(r" +\S.*? {2,}", line)
-            lines.append(wrap(line, command.end() if command else 8))
-    return "\n".join(lines)
+    """A script's docstring for `--help`: paragraphs are filled anew, what is indented stays as it is."""
+    parts = (about or "").strip("\n").split("\n\n")
+    return "\n\n".join(part if part.startswith(" ") else wrap(" ".join(part.split()), 0) for part in parts)
 
 
 def help_text(about: str) -> str:

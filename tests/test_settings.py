@@ -120,7 +120,7 @@ def test_words_that_any_program_may_export_are_no_errors():
         assert unknown_variables({variable: "3", "IGNORE_VARS": variable}) == ([], [])
     assert "set TOTAL_STEPS=3; or IGNORE_VARS=STEPS" in only(unknown_variables({"STEPS": "3"})[1])
     assert "set OUTPUT_DIR='runs/my run'; or" in only(unknown_variables({"OUT": "runs/my run"})[1])
-    assert only(unknown_variables({"DATA_DIR": "days\udcff"})[1]).isascii(), "no log can hold it as it is"
+    assert only(unknown_variables({"DATASET": "days\udcff"})[1]).isascii(), "no log can hold it as it is"
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
@@ -130,8 +130,8 @@ def test_every_default_survives_being_written_out_and_read_back(name):
             assert parse_value(name, show(value)) == value
 
 
-def test_help_names_every_setting_and_that_of_every_script_fits_100_columns():
-    """argparse knows the width of its own part from COLUMNS."""
+def test_help_names_every_setting_and_that_of_every_script_fits_the_screen():
+    """In 100 columns, but for commands. argparse knows the width of its own part from COLUMNS."""
     code = """
 import pathlib, runpy, sys
 sys.path.insert(0, "scripts")
@@ -143,7 +143,7 @@ for path in ["train_grpo.py", *sorted(map(str, pathlib.Path("scripts").glob("*.p
     command, environ = [sys.executable, "-c", code], CLEAN | {"COLUMNS": "100"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("usage: ") >= 9, done.stderr
-    assert [line for line in done.stdout.splitlines() if len(line) > 100] == []
+    assert not [line for line in done.stdout.splitlines() if len(line) > 100 and not line.startswith("    python ")]
     words = " ".join(done.stdout.split())
     for name, spec in FIELDS.items():
         assert f"  {name}={show(spec.default) or '(empty)'}" in done.stdout and spec.metadata["text"] in words

@@ -16,7 +16,7 @@ from grpo.data.files import data_fingerprint
 from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.plan import hub, memory
 from grpo.plan.hub import ModelConfig, ModelFiles
-from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
+from grpo.plan.machine import GIB, TESTED, Machine, check_packages, installed_versions
 from grpo.plan.memory import Shapes, assignments, host_shortfall, memory_shortfall, plan_memory
 from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.preflight import choices
@@ -231,7 +231,6 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
     where garbage pays."""
     settings, machine, use_vllm = resolved.settings, resolved.machine, resolved.use_vllm
     check_packages(settings, resolved.versions, problems, use_vllm)
-    check_trackers(settings, problems)
     check_settings(settings, resolved.config, machine, problems)
     check_experts(settings, resolved.config, machine, use_vllm, problems)
     check_top_p(settings, use_vllm, problems)
