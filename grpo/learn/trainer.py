@@ -202,8 +202,8 @@ class Trainer(Learner):
                     rank_prompts = prompt_ids[rank_rows.start : rank_rows.stop]
                     completion_ids, logprobs = run.engine.rollout(self.model, rank_prompts, seed, not base, temperature)
                 self.timer.used_gib = max(self.timer.used_gib, run.engine.used_gib)
-                logprobs = ranks.share_rows(logprobs)
-            completion_ids = ranks.share_rows(completion_ids)
+                logprobs = sum(ranks.share(logprobs), [])
+            completion_ids = sum(ranks.share(completion_ids), [])
         self.rollout_tokens = sum(map(len, completion_ids))
         return completion_ids, logprobs
 

@@ -28,10 +28,10 @@ from grpo.model.experts import OURS, QuantizedExperts, expert_weights, quantized
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
-from grpo.preflight.choices import choose_threads
 from grpo.run.ending import UnloadableModel
 from grpo.settings import Settings, format_exception, log
 
+MOST_ON_ONE_THREAD = 1_000_000  # parameters of a model that one thread computes fastest; `tiny` has 0.3 million
 LARGEST_WEIGHT = 1e6  # limit for an adapter's weights; training keeps them far below 10
 # Embeddings and output head. vLLM can lend them to the trainer, like the experts.
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
@@ -135,9 +135,9 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     `shared` neither they nor embeddings and head are loaded, because vLLM lends its own.
     """
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
-    threads, _ = choose_threads(count_parameters(config)["total"], torch.cuda.device_count(), os.environ)
-    if threads:
-        torch.set_num_threads(threads)
+    is_small = count_parameters(config)["total"] <= MOST_ON_ONE_THREAD
+    if is_small and not torch.cuda.is_available() and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(1)  # More would wait for each other, so small are the operations of this model.
     if has_mxfp4(config):
         model = load_quantized(model_path, name, device, packed=experts != "shared")
         if experts == "paged":  # before the adapter is allocated in the rest of their segments

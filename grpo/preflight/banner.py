@@ -50,8 +50,6 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     if s.INIT_ADAPTER:
         shape = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
         yield "adapter", f"starts from {s.INIT_ADAPTER}: {shape}; KL and `before` mean the base model without it"
-    if resolved.config and not machine.gpus:
-        yield "threads", f"{resolved.threads}: {reasons['threads']}" if resolved.threads else reasons["threads"]
     if resolved.config:
         yield from (("adapter on", line) for line in target_lines(s.LORA_TARGETS, resolved.config, s.LORA_R))
     yield "attention", f"{resolved.attention}: {reasons['attention']}"

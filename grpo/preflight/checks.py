@@ -252,7 +252,7 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
 
 # Choices in settings.json by the name that they have there, and the field of ResolvedRun.
 RECORDED = {
-    "rewards": "rewards", "expected_reward": "expected_reward", "threads": "threads",
+    "rewards": "rewards", "expected_reward": "expected_reward",
     "attention": "attention", "packing": "packing", "rollouts": "use_vllm",
     "evaluation": "exact", "simulation": "exact_loop", "best": "best_by",
 }  # fmt: skip

@@ -14,7 +14,6 @@ from grpo.settings import Settings
 from grpo.settings_table import TASK_FILES
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
-MOST_ON_ONE_THREAD = 1_000_000  # Parameters of a model that one thread computes fastest; `tiny` has 0.3 million.
 MOST_EXACT = 10_000_000  # Parameters of a model whose probabilities take less time than sampling.
 LEAST_ANSWER = 8  # Tokens of MAX_COMPLETION_LEN that an answer `[k]` fits into.
 VLLM_COLDEST = 0.01  # The value of _MAX_TEMP in vllm/sampling_params.py: smaller temperatures are raised to it.
@@ -92,15 +91,6 @@ def choose_experts(kinds: Sequence[str], fits: Collection[str]) -> tuple[str, st
         return kinds[0], "the checkpoint's are not quantized"
     chosen = next((kind for kind in kinds if kind in fits), kinds[-1])
     return chosen, EXPERTS_REASONS[chosen]
-
-
-def choose_threads(parameters: int, gpus: int, environ: Mapping[str, str]) -> tuple[int | None, str]:
-    """(threads that torch computes with on the CPU or None for torch's own choice, reason) for so many `parameters`."""
-    if environ.get("OMP_NUM_THREADS"):
-        return None, f"set by OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}"
-    if gpus or parameters > MOST_ON_ONE_THREAD:
-        return None, "torch's own choice"
-    return 1, "more would wait for each other, so small are the operations of this model"
 
 
 def choose_rewards(requested: str | None, rows: Sequence[Row]) -> tuple[str, str]:

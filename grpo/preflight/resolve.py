@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -97,7 +96,6 @@ class ResolvedRun(Facts):
     attention: str
     packing: str
     use_vllm: bool
-    threads: int | None  # None is torch's own choice.
     shapes: Shapes | None  # None without a model, as `plan`.
     plan: Plan | None
     closed_loop: SimulationPlan
@@ -188,7 +186,6 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         settings, rows, [name for name, _ in specs if is_by_action(name)]
     )
     parameters = hub.count_parameters(facts.config)["total"] if facts.config else 0
-    threads, reasons["threads"] = choices.choose_threads(parameters, machine.gpus, os.environ)
 
     simulator = load_simulator(settings.TASK) if facts.has_packages else None
     closed_loop = SimulationPlan()
@@ -212,7 +209,6 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         attention=attention,
         packing=packing,
         use_vllm=use_vllm,
-        threads=threads,
         shapes=shapes,
         plan=plan_memory(settings, shapes) if shapes else None,
         closed_loop=closed_loop,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from grpo.run.durable import Record, file_sha256, read_sealed, sync, sync_files, write_sealed
@@ -25,11 +25,11 @@ def better(by: str, value: float, than: float) -> bool:
     return value > than if by == "reward" else value < than
 
 
-def adapter_fault(folder: Path, records: Sequence[str] = ("best.json", COMPLETE, MANIFEST)) -> str | None:
-    """Why the adapter in `folder` is not the one that was written there, by the checksum in one of `records` (of best/,
-    of a complete run, of a checkpoint). None where it is, and where there is no checksum. Only weights are compared: a
+def adapter_fault(folder: Path) -> str | None:
+    """Why the adapter in `folder` is not the one that was written there, by the checksum in the record of best/, of a
+    complete run, or of a checkpoint. None where it is, and where there is no checksum. Only weights are compared: a
     zip has other paths in adapter_config.json, and no optimizer states."""
-    for name in records:
+    for name in ("best.json", COMPLETE, MANIFEST):
         try:
             record = read_sealed(folder / name)
             if name == MANIFEST and not record:
@@ -47,15 +47,10 @@ def adapter_fault(folder: Path, records: Sequence[str] = ("best.json", COMPLETE,
     return None
 
 
-def best_fault(best: Path) -> str | None:
-    """`adapter_fault` of the folder `best`, by its best.json."""
-    return adapter_fault(best, ("best.json",))
-
-
 def read_best(folder: Path) -> Record:
     """best.json of the run in `folder`; empty where there is none, or where it or its adapter is damaged."""
     with contextlib.suppress(FileNotFoundError):
-        return {} if best_fault(folder / BEST) else read_sealed(folder / BEST / "best.json")
+        return {} if adapter_fault(folder / BEST) else read_sealed(folder / BEST / "best.json")
     return {}
 
 
@@ -117,7 +112,7 @@ def recover_best(folder: Path) -> None:
     best, new, old = (folder / (BEST + end) for end in ("", ".tmp", ".old"))
     if not best.exists() and (whole := next((path for path in (new, old) if (path / "best.json").is_file()), None)):
         whole.rename(best)
-    if best_fault(best):
+    if adapter_fault(best):
         best.rename(unused_path(folder, f"superseded-{BEST}"))
     for path in (new, old):
         shutil.rmtree(path, ignore_errors=True)

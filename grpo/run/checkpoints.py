@@ -86,11 +86,6 @@ def find_checkpoint(folder: Path) -> tuple[int, Path | None, dict[Path, str]]:
     return 0, None, faults
 
 
-def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
-    """Step and folder of the last checkpoint that can be continued; 0 and None without one."""
-    return find_checkpoint(folder)[:2]
-
-
 def rotate_checkpoints(folder: Path, limit: int) -> None:
     """Deletes all checkpoints but the `limit` last ones by step. Modification times, by which transformers goes, say
     nothing after a copy or where the clock was wrong."""

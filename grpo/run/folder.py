@@ -13,8 +13,8 @@ from pathlib import Path
 
 from grpo.data.files import Row, data_fingerprint
 from grpo.run import layout
-from grpo.run.best import best_fault
-from grpo.run.checkpoints import CUT_OFF, begins_with, checkpoints, find_checkpoint, last_checkpoint, retire_checkpoint
+from grpo.run.best import adapter_fault
+from grpo.run.checkpoints import CUT_OFF, begins_with, checkpoints, find_checkpoint, retire_checkpoint
 from grpo.run.durable import Record, file_sha256, read_sealed, sync_files, write_sealed
 from grpo.run.layout import ADAPTER, BEST, COMPLETE, DELETING, EXIT, LOGS, MANIFEST, NO_RUN, OTHER, SETTINGS
 from grpo.settings import MAY_CHANGE, Problems, Settings, show
@@ -111,7 +111,7 @@ def damage_notes(folder: Path, step: int, fault_list: str) -> list[str]:
     if fault_list:
         consequence = f"continues from step {step}" if step else "starts at step 0"
         notes.append(f"{fault_list}: set aside, the run {consequence}")
-    if fault := best_fault(folder / BEST):
+    if fault := adapter_fault(folder / BEST):
         notes.append(f"{BEST}/: {fault}: set aside, the choice of the best adapter begins again")
     return notes
 
@@ -190,6 +190,6 @@ def continuation(folder: Path, settings: Record) -> str:
     if (folder / DELETING).is_file():
         return "the same command deletes the rest and starts at step 0"
     command = "the same command WITHOUT OVERWRITE=1" if settings.get("OVERWRITE") else "the same command"
-    step, checkpoint = last_checkpoint(folder)
+    step, checkpoint, _ = find_checkpoint(folder)
     consequence = f"continues from step {step}" if checkpoint else "starts at step 0: no checkpoint was saved"
     return f"{command} {consequence}"

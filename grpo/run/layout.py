@@ -112,11 +112,9 @@ def check_output_dir(settings: Settings, problems: Problems) -> bool:
         fault = f"{parent} is a file, not a folder" if settings.OUTPUT_DIR.strip() else "it is empty"
         problems.add(where, fault, "Name a folder for the run")
         return False
-    if not os.access(parent, os.W_OK):
-        problems.add(where, f"{parent} is not writable", "Choose a folder that is")
-    if folder.parent == folder or not os.access(existing_parent(folder.parent), os.W_OK):
-        fault = f"{folder}.zip cannot be written: its folder is read-only"
-        problems.add(where, fault, "Choose a folder inside a writable one")
+    for path in {parent, existing_parent(folder.parent)}:
+        if not os.access(path, os.W_OK) or not folder.name:
+            problems.add(where, f"{path} is not writable", "Choose a folder that is, inside a writable one")
     return bool(folder.name)
 
 

@@ -201,10 +201,6 @@ class Ranks:
         texts = (message[: int(length)].numpy().tobytes() for message, length in zip(messages, lengths, strict=True))
         return list(map(json.loads, texts))
 
-    def share_rows(self, rows: list[Any]) -> list[Any]:
-        """Every rank's rows in order."""
-        return [row for rank_rows in self.share(rows) for row in rank_rows]
-
     def broadcast(self, value: Any = None) -> Any:
         """Rank 0's value, on every rank. JSON must be able to hold it; the other ranks' values are ignored."""
         return self.share(None if self.rank else value)[0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from damage import KINDS
 
-from grpo.run.best import best_fault, better, keep_best, read_best, recover_best, replace_best, which_to_load
+from grpo.run.best import adapter_fault, better, keep_best, read_best, recover_best, replace_best, which_to_load
 from grpo.run.folder import ADAPTER, BEST
 
 
@@ -64,9 +64,9 @@ def test_a_kill_while_the_best_is_replaced_loses_nothing(tmp_path, at, monkeypat
 def test_a_damaged_best_adapter_is_not_offered(tmp_path, name):
     kept(tmp_path, 25, 12.0)
     recover_best(tmp_path)
-    assert read_best(tmp_path)["step"] == 25 and best_fault(tmp_path / BEST) is None
+    assert read_best(tmp_path)["step"] == 25 and adapter_fault(tmp_path / BEST) is None
     KINDS["one bit"](tmp_path / BEST / name)
-    assert read_best(tmp_path) == {} and best_fault(tmp_path / BEST).startswith(name)
+    assert read_best(tmp_path) == {} and adapter_fault(tmp_path / BEST).startswith(name)
     recover_best(tmp_path)
     assert kept(tmp_path, 50, 14.0)["step"] == 50, "the choice begins again"
     assert (tmp_path / f"superseded-{BEST}" / name).exists()

@@ -20,7 +20,7 @@ import train_grpo
 from grpo.evaluate.heldout import HeldoutEvaluation
 from grpo.run import ending
 from grpo.run.ending import SIGNALS, StopRequest, UnloadableModel
-from grpo.run.folder import COMPLETE, last_checkpoint
+from grpo.run.folder import COMPLETE, find_checkpoint
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 129
     log = (folder / "training.log").read_text(encoding="utf-8")
-    assert last_checkpoint(folder)[0] == 2 and (tmp_path / "run.zip").exists()
+    assert find_checkpoint(folder)[0] == 2 and (tmp_path / "run.zip").exists()
     assert "the same command continues from step 2" in log and "Traceback" not in log
 
 

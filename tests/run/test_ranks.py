@@ -105,7 +105,7 @@ def test_all_hear_the_same():
 def test_rows_of_numbers_are_shared():
     """Floats to the last bit, rows of any length, none at all from some, what is unknown, and NumPy's numbers."""
     rows = [[[1, np.int64(7)], []], [], [[1 / 3, None, -1e-300, np.float32(0.1)]]]
-    assert in_ranks(3, lambda ranks: ranks.share_rows(rows[ranks.rank])) == [[*rows[0], *rows[2]]] * 3
+    assert in_ranks(3, lambda ranks: ranks.share(rows[ranks.rank])) == [rows] * 3
 
 
 def test_nobody_waits_for_ever(monkeypatch):

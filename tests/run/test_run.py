@@ -18,7 +18,7 @@ from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held,
 
 from grpo.data.prompts import prompt_order
 from grpo.run.best import read_best, which_to_load
-from grpo.run.folder import COMPLETE, last_checkpoint
+from grpo.run.folder import COMPLETE, find_checkpoint
 from grpo.run.logs import COMPLETIONS, METRICS
 
 
@@ -130,7 +130,7 @@ def test_a_run_that_is_killed_moved_and_stopped_is_the_uninterrupted_one(whole_r
     process = start_held(old, 3)
     process.kill()
     finish(process)
-    assert last_checkpoint(old)[0] == 2
+    assert find_checkpoint(old)[0] == 2
     shutil.copytree(old / "checkpoint-2", old / "checkpoint-4")
     os.truncate(old / "checkpoint-4" / "trainer_state.json", 40)
     with (old / "completions.csv").open("a") as file:

@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 from runs import environment, go_on, has_line, wait_until
 
-from grpo.run.folder import last_checkpoint
+from grpo.run.folder import find_checkpoint
 from grpo.run.layout import EXIT
 
 # srun starts its command once a node; scancel signals every process of the step, as slurmd does.
@@ -60,7 +60,7 @@ def test_a_job_that_has_to_go_saves_its_step_and_is_queued_again_unless_its_user
     go_on(folder)
     output = job.communicate()[0]
     assert job.returncode and json.loads((folder / EXIT).read_text())["code"] == 143, output
-    assert last_checkpoint(folder)[0] == 3 and output.count("\nThis run\n") == 1
+    assert find_checkpoint(folder)[0] == 3 and output.count("\nThis run\n") == 1
     assert ("on 2 machines" in output) is (nodes == 2)
     requeued = (tools / "step.asked").read_text() if (tools / "step.asked").exists() else ""
     assert requeued == (f"requeue {os.getpid()}\n" if state == "RUNNING" else "")

@@ -18,7 +18,7 @@ from runs import ASKED, SETTINGS, environment, finish, go_on, has_line, start_he
 from safetensors.torch import load_file
 
 from grpo.run.durable import read_sealed
-from grpo.run.folder import last_checkpoint
+from grpo.run.folder import find_checkpoint
 from grpo.run.layout import ADAPTER, EXIT
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -104,7 +104,7 @@ def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_p
     output = finish(process)
     code, reason = read_exit(folder)
     assert process.returncode and code == 143 and "interrupted at step 3; the same command continues" in reason, output
-    assert last_checkpoint(folder)[0] == 3 and (tmp_path / "run.zip").exists()
+    assert find_checkpoint(folder)[0] == 3 and (tmp_path / "run.zip").exists()
     done = run_script(**SETTINGS | EVALUATED | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 4})
     assert done.returncode == 0 and "continuing from step 3" in done.stdout, done.stderr
     assert not (folder / EXIT).exists()

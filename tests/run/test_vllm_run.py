@@ -20,7 +20,7 @@ from grpo.model.load import paged_tensors
 from grpo.plan.machine import installed_versions
 from grpo.rollout import paged_weights
 from grpo.rollout.weight_sync import write_adapter
-from grpo.run.folder import last_checkpoint
+from grpo.run.folder import find_checkpoint
 from grpo.settings import FIELDS, ROOT
 
 RUN = {
@@ -114,7 +114,7 @@ def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
     assert "vLLM: generating failed (RuntimeError: an illegal memory access" in log and "it continues" in log
     with zipfile.ZipFile(run.folder.with_name("run.zip")) as archive:
         assert "run/checkpoint-2/adapter_model.safetensors" in archive.namelist()
-    assert last_checkpoint(run.folder)[0] == 2
+    assert find_checkpoint(run.folder)[0] == 2
     assert run() == 0 and "continuing from step 2" in run.read("training.log")
     assert_same_run(run.folder, whole.folder)
 
