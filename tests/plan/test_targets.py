@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
-from runs import environment
 
-import train_grpo
 from grpo.plan import targets
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.targets import EXPERT_PARAMETERS, LINEAR_MODULES, shortest_targets, target_matrices
@@ -37,17 +34,3 @@ def test_any_choice_has_a_name():
         linear = [(layer, name) for name in LINEAR_MODULES if choose.random() < 0.5 for layer in range(5)]
         experts = [(layer, name) for layer in range(5) if choose.random() < 0.5 for name in EXPERT_PARAMETERS]
         assert target_matrices(shortest_targets([*linear, *experts], 5), 5) == {*linear, *experts}
-
-
-@pytest.mark.slow
-def test_a_run_on_experts_reports_its_matches_and_continues(tmp_path, monkeypatch, quiet, capsys):
-    """Packed, through the entry point: the report is printed and kept, and a second start goes on."""
-    settings = {"LORA_TARGETS": "v_proj,1.experts", "EXPERTS": "mxfp4", "LORA_R": 3}
-    for steps in (1, 2):
-        for name, value in environment(tmp_path / "run", TOTAL_STEPS=steps, **settings).items():
-            monkeypatch.setenv(name, value)
-        assert train_grpo.main([]) == 0
-    lines = ["v_proj: 3 matrices, 1,152 parameters", "1.experts: 2 matrices, 3,840 parameters"]
-    printed = capsys.readouterr().out
-    assert all(line in printed for line in lines)
-    assert json.loads((tmp_path / "run" / "settings.json").read_text())["choices"]["lora_targets"] == lines

@@ -143,6 +143,9 @@ def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
     """Each part is tested alone elsewhere: experts without vLLM, Hub kernels, a large model, words that are none."""
     assert "does not generate here" in only(tiny_run(EXPERTS="shared").problems)
     assert "its gradients may be wrong" in banner.banner(tiny_run(H100, ATTN_IMPL="org/kernel"))
+    assert "cannot be used, see below" in banner.banner(tiny_run(OUTPUT_DIR=__file__))
+    experts = banner.banner(tiny_run(LORA_R=3, LORA_TARGETS="v_proj,1.experts"))
+    assert "v_proj: 3 matrices, 1,152 parameters" in experts and "1.experts: 2 matrices, 3,840 parameters" in experts
     text = "\n".join(tiny_run(MODEL_ID="openai/gpt-oss-20b", MAX_PROMPT_LEN=2048).problems)
     assert "no GPU is visible, and openai/gpt-oss-20b needs one" in text
     resolved = tiny_run(STEPS=5, DEBUG=1)

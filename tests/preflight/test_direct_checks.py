@@ -112,25 +112,13 @@ def test_the_plan_has_no_rollout(tiny):
     assert plan.peak < 70
 
 
-OPENED = [
-    (START, True),
-    (START + "<|channel|>final<|message|>", True),
-    (START + ANSWER_BEFORE, True),
-    (START + "<|channel|>analysis<|message|>So<|end|>" + START, True),
-    (START + "<|channel|>analysis<|message|>", False),
-    (START + ANSWER_BEFORE + "1", False),
-]
-
-
-@pytest.mark.parametrize(("end", "fits"), OPENED)
-def test_a_prompt_is_opened_up_to_the_bracket(end, fits):
-    if not fits:
-        with pytest.raises(ValueError, match="the prompt opens"):
-            open_answer(f"<|start|>user<|message|>x<|end|>{end}")
-        return
-    opened = open_answer(f"<|start|>user<|message|>x<|end|>{end}")
+@pytest.mark.parametrize("end", ["", "<|channel|>final<|message|>", "<|channel|>analysis<|message|>So<|end|>" + START])
+def test_a_prompt_is_opened_up_to_the_bracket(end):
+    opened = open_answer(f"<|start|>user<|message|>x<|end|>{START}{end}")
     assert opened.endswith(START + ANSWER_BEFORE) and opened.count(ANSWER_BEFORE) == 1
     assert open_answer(opened) == opened
+    with pytest.raises(ValueError, match="the prompt opens"):
+        open_answer(opened + "1")
 
 
 def test_a_prompt_that_opens_another_channel_is_refused(direct_run, tmp_path):

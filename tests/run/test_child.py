@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from conftest import CLEAN, ROOT
@@ -52,32 +51,31 @@ def test_exit_codes_and_output_come_back(tmp_path):
     assert (tmp_path / "log").read_text() == "b\n"
 
 
+def start(folder, kind):
+    """(PARENT of this kind, whose child listens by now, the file that both write to)."""
+    output, command = folder / "output", [sys.executable, "-c", PARENT, kind, CHILD]
+    with output.open("w") as file:
+        environ = CLEAN | {"PYTHONPATH": str(ROOT)}
+        parent = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder, env=environ, process_group=0)
+    while "listening" not in output.read_text() and parent.poll() is None:
+        time.sleep(0.02)
+    return parent, output
+
+
 @pytest.mark.parametrize("kind", ["plain", "pool"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_the_child_once_and_nothing_else_is_started(tmp_path, kind, number):
     """A terminal sends Ctrl-C to the whole group of processes: the child must not receive it a second time."""
-    output = tmp_path / "output"
-    with output.open("w") as file:
-        command = [sys.executable, "-c", PARENT, kind, CHILD]
-        parent = subprocess.Popen(
-            command, stdout=file, stderr=file, cwd=tmp_path, env=CLEAN | {"PYTHONPATH": str(ROOT)}, process_group=0
-        )
-    while "listening" not in output.read_text() and parent.poll() is None:
-        time.sleep(0.02)
+    parent, output = start(tmp_path, kind)
     os.killpg(parent.pid, number)
     assert parent.wait() == 128 + number, output.read_text()
-    lines = Path(output).read_text().split("\n")
+    lines = output.read_text().split("\n")
     assert lines == ["listening", f"saved [{int(number)}]", ""], "no traceback, and no second child"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child that its parent was killed")
 def test_a_killed_script_leaves_no_child(tmp_path):
-    output = tmp_path / "output"
-    with output.open("w") as file:
-        command, environ = [sys.executable, "-c", PARENT, "plain", CHILD], CLEAN | {"PYTHONPATH": str(ROOT)}
-        parent = subprocess.Popen(command, stdout=file, stderr=file, cwd=tmp_path, env=environ)
-    while "listening" not in output.read_text() and parent.poll() is None:
-        time.sleep(0.02)
+    parent, output = start(tmp_path, "plain")
     parent.kill()
     while "saved" not in output.read_text():
         time.sleep(0.02)

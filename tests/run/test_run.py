@@ -107,22 +107,6 @@ def test_the_model_card(whole_run, monkeypatch, tiny):
     assert all(p.abs().sum() > 0 for name, p in variables["model"].named_parameters() if "lora_" in name)
 
 
-def test_neither_a_finished_run_nor_an_unpacked_zip_is_touched(whole_run, tmp_path):
-    """The command that made a run says what it is; it neither replaces the adapter nor deletes a checkpoint."""
-    with zipfile.ZipFile(whole_run.with_name("run.zip")) as archive:
-        archive.extractall(tmp_path)
-    refusals = [
-        (whole_run, 6, "complete (6 of 6 steps)"),
-        (tmp_path / "run", 8, "it holds a trained adapter, but no checkpoint that can be"),
-    ]
-    for folder, steps, problem in refusals:
-        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "TOTAL_STEPS": steps})
-        assert done.returncode == 2 and problem in done.stderr
-        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    assert "cannot be used, see below" in done.stdout and "starts at step 0" not in done.stdout
-
-
 def test_a_run_that_is_killed_moved_and_stopped_is_the_uninterrupted_one(whole_run, tmp_path):
     """Killed after step 3 with its last checkpoint at 2, and a checkpoint and the logs torn as a crash may tear them.
     Then another machine, that is a folder of another name, goes on until a SIGTERM."""
