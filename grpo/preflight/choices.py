@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from grpo.data.files import Row
 from grpo.data.heldout import demo_heldout, names_only
@@ -83,14 +83,6 @@ EXPERTS_REASONS = {
     "mxfp4": "without vLLM the learner is as fast with them packed, in a third of the memory",
     "paged": "dequantized to BF16 they do not fit beside vLLM",
 }
-
-
-def choose_experts(kinds: Sequence[str], fits: Collection[str]) -> tuple[str, str]:
-    """(EXPERTS, reason), given its values that a run can have, in order, and those with which it fits."""
-    if len(kinds) == 1:
-        return kinds[0], "the checkpoint's are not quantized"
-    chosen = next((kind for kind in kinds if kind in fits), kinds[-1])
-    return chosen, EXPERTS_REASONS[chosen]
 
 
 def choose_rewards(requested: str | None, rows: Sequence[Row]) -> tuple[str, str]:

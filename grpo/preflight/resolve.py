@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -134,16 +135,11 @@ def resolve_experts(settings: Settings, shapes: Shapes) -> tuple[str, str]:
     if settings.EXPERTS is not None:
         return settings.EXPERTS, "set by EXPERTS"
     kinds = shapes.expert_kinds(settings)
-    fits = [kind for kind in kinds if not shapes.machine.gpus or shapes.fits(settings, {"EXPERTS": kind})]
-    return choices.choose_experts(kinds, fits)
-
-
-def resolve_specs(rewards: str) -> list[tuple[str, float]]:
-    """(name, weight) of each reward function; none where `rewards` cannot be read, which `check_rewards` says."""
-    try:
-        return reward_specs(rewards)
-    except ValueError:
-        return []
+    if len(kinds) == 1:
+        return kinds[0], "the checkpoint's are not quantized"
+    fitting = (kind for kind in kinds if not shapes.machine.gpus or shapes.fits(settings, {"EXPERTS": kind}))
+    chosen = next(fitting, kinds[-1])
+    return chosen, choices.EXPERTS_REASONS[chosen]
 
 
 def resolve_sources(settings: Settings, facts: Facts) -> dict[str, str]:
@@ -181,7 +177,9 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     settings = dataclasses.replace(settings, EXPERTS=experts, TOTAL_STEPS=steps)
 
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)
-    specs = resolve_specs(rewards)
+    specs: list[tuple[str, float]] = []
+    with contextlib.suppress(ValueError):  # `check_rewards` says what is wrong.
+        specs = reward_specs(rewards)
     expected_reward, reasons["expected_reward"] = choices.choose_expected_reward(
         settings, rows, [name for name, _ in specs if is_by_action(name)]
     )

@@ -15,6 +15,7 @@ from machines import CPU, H100, only
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import Shapes
 from grpo.preflight import banner, checks, resolve
+from grpo.preflight.choices import EXPERTS_REASONS
 from grpo.run.folder import RunState
 from grpo.run.ranks import Ranks
 from grpo.settings import FIELDS, Problems, Settings, load_settings
@@ -211,7 +212,10 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     machine = dataclasses.replace(H100, capability=capability, gpu_free=free)
     for sync, kind in (("merge", chosen), ("lora", chosen if capability < 9 else "bf16")):
         settings = Settings(EXPERTS=None, ROLLOUT_SYNC=sync)
-        assert resolve.resolve_experts(settings, shapes_on(machine, 12.9))[0] == kind
+        experts = resolve.resolve_experts(settings, shapes_on(machine, 12.9))
+        assert experts == (kind, EXPERTS_REASONS[kind])
+    whole = dataclasses.replace(shapes_on(machine, 12.9), config=REAL_CONFIG | {"quantization_config": None})
+    assert resolve.resolve_experts(Settings(EXPERTS=None), whole) == ("bf16", "the checkpoint's are not quantized")
     assert not memory_problems(machine, 12.9, EXPERTS=chosen), "it fits"
 
 

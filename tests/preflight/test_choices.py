@@ -15,7 +15,6 @@ from grpo.settings import Settings, load_settings
 
 BARE = Row("old.csv", 1, (("user", "x"),), (0.5, 0.5), {})
 VALUED = dataclasses.replace(BARE, file="new.csv", q=(-1.0, -1.0))
-KINDS = ("shared", "bf16", "paged")
 
 
 NO_EXPECTED_REWARD = [
@@ -60,11 +59,6 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_rewards, (None, [VALUED, VALUED]), "regret", "every training row has q_action_k"),
     (choices.choose_rewards, (None, [VALUED, BARE]), "action", "old.csv has no q_action_k"),
     (choices.choose_rewards, (None, []), "action", "no training rows"),
-    (choices.choose_experts, (KINDS, KINDS), "shared", "Hopper"),
-    (choices.choose_experts, (KINDS, ()), "paged", "do not fit beside vLLM"),
-    (choices.choose_experts, (KINDS[1:], KINDS), "bf16", "fit beside"),
-    (choices.choose_experts, (("mxfp4", "bf16"), ["mxfp4", "bf16"]), "mxfp4", "without vLLM"),
-    (choices.choose_experts, (["bf16"], ()), "bf16", "not quantized"),
     (evaluation, ({}, 10_000_000), True, "10M parameters"),
     (evaluation, ({}, 10_000_001), False, "too long"),
     (evaluation, ({}, 230_000, "", True), False, "vLLM generates"),
