@@ -91,12 +91,8 @@ def path_fault(path: str | Path) -> str | None:
 
 
 def format_exception(error: BaseException) -> str:
-    """Type and message of an exception in one line, even where it cannot be turned into text."""
-    try:
-        message = str(error)
-    except Exception:
-        message = ""
-    return one_line(": ".join(filter(None, (type(error).__name__, message))), 300)
+    """Type and message of an exception in one line."""
+    return one_line(": ".join(filter(None, (type(error).__name__, str(error)))), 300)
 
 
 def choices(name: str) -> tuple[str, ...]:

@@ -174,7 +174,7 @@ class Settings:
     PACKING: str | None = setting("Learner", None, choices=("prefix", "none"), resume=True, text=
         "`prefix` computes a prompt once for all its completions, `none` once for each; `auto`: prefix where the "
         "attention supports it.")
-    GRADIENT_CHECKPOINTING: bool = setting("Learner", True, tiny=False, text=
+    GRADIENT_CHECKPOINTING: bool = setting("Learner", True, tiny=False, resume=True, text=
         "Recompute activations in the backward pass: much less memory, about a third more time.")
     LOSS_TYPE: str = setting(  # Each value is computed by `Learner.liger`, and the tests compare it with TRL's.
         "Learner", "bnpo", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"), text=

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from grpo.plan.hub import ModelConfig, count_parameters, has_mxfp4
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import EXPERT_PARAMETERS, adapter_parameters, expert_words, target_matrices
-from grpo.settings import MAY_CHANGE, Settings, show
+from grpo.settings import Settings, show
 
 Changes = Mapping[str, str | bool | None]  # Settings by name that replace those of a run.
 
@@ -361,7 +361,7 @@ def assignments(changes: Changes) -> str:
     return " and ".join(f"{name}={show(value)}" for name, value in changes.items())
 
 
-def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
+def memory_advice(settings: Settings, shapes: Shapes) -> str:
     """Advice for a run that does not fit the GPU: every single change that makes it fit, or else all of them."""
     trials: list[Changes] = [{"VLLM_GPU_MEM": None}, {"GRADIENT_CHECKPOINTING": True}]
     trials += [{"GENERATION_BATCH": None}, {"MICRO_BATCH": None}]
@@ -370,14 +370,12 @@ def memory_advice(settings: Settings, shapes: Shapes, resumed: bool) -> str:
         trials.append({"EXPERTS": fitting[0] if fitting else "mxfp4"})
     trials.append(without_vllm(settings))
     trials = [trial for trial in trials if any(value != getattr(settings, name) for name, value in trial.items())]
-    trials = [trial for trial in trials if not resumed or MAY_CHANGE.issuperset(trial)]
     together = {name: value for trial in trials for name, value in trial.items()}
     beside_vllm = {name: value for trial in trials[:-1] for name, value in trial.items()}
     for candidates in (trials, [beside_vllm], [together]):
         if remedies := [assignments(trial) for trial in candidates if shapes.fits(settings, trial)]:
             return f"With all else as set, {' or '.join(remedies)} fits"
-    shorter = "" if resumed else "lower MAX_COMPLETION_LEN, "
-    return f"Free some memory (nvidia-smi names its users), {shorter}or rent a larger GPU"
+    return "Free some memory (nvidia-smi names its users), lower MAX_COMPLETION_LEN, or rent a larger GPU"
 
 
 def bucket(length: int) -> int:

@@ -115,14 +115,12 @@ def memory_facts(plan: Plan, machine: Machine, direct: bool = False) -> Iterator
     if engine := plan.engine:
         parts = f"weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f}"
         yield "vLLM awake", f"{parts} = {engine.awake:.1f} GiB; cache for {engine.cache_reason}"
-        small = sum(size == number for number, size in enumerate(engine.capture_sizes, 1))  # 1, 2, 3, ... without a gap
-        graphs = ", ".join([f"1 to {small}", *map(str, engine.capture_sizes[small:])])
         asleep = f"{engine.asleep:.1f} GiB on the GPU, {plan.on_host:.1f} GiB of host memory"
         if plan.paged:
             asleep += f", {plan.paged:.1f} of them experts, embeddings and head of the learner"
         if machine.here > 1:
             asleep += f" ({plan.on_host * machine.here:.0f} of {machine.here} engines, {machine.ram_free:.0f} are free)"
-        yield "vLLM asleep", f"{asleep}; graphs for batches of {graphs}"
+        yield "vLLM asleep", asleep
     elif not direct:
         yield "GENERATION_BATCH", f"{plan.generation_batch}: {plan.generation_batch_reason}"
     each = " per process" if machine.ranks > 1 else ""

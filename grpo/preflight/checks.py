@@ -8,12 +8,14 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import data_fingerprint
+from grpo.data.files import Row, data_fingerprint
+from grpo.data.prompts import count_tokens
 from grpo.data.reward_checks import check_heldout, check_rewards
+from grpo.data.scoring import is_by_action
 from grpo.plan import hub, memory
 from grpo.plan.hub import ModelConfig, ModelFiles
 from grpo.plan.machine import GIB, TESTED, Machine, check_packages, installed_versions
@@ -21,8 +23,7 @@ from grpo.plan.memory import Shapes, assignments, host_shortfall, memory_shortfa
 from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.preflight import choices
 from grpo.preflight.adapter import check_start
-from grpo.preflight.choices import ATTENTION, VLLM_COLDEST
-from grpo.preflight.direct import check_direct
+from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, expected_reward_obstacles
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
 from grpo.run.folder import inspect_run
 from grpo.run.layout import existing_parent
@@ -108,6 +109,29 @@ def check_experts(
         problems.add("EXPERTS", fault, "Set EXPERTS=auto")
 
 
+def check_direct(
+    settings: Settings, names: Sequence[str], rows: Sequence[Row], tokenizer: Path | None, problems: Problems
+) -> None:
+    """Where DIRECT_ANSWERS is set, every row of DATA and EVAL_DATA tells the reward of each action to the functions of
+    these `names`, and one token names the action. `tokenizer`: a tokenizer.json, None where there is none."""
+    if not settings.DIRECT_ANSWERS:
+        return
+    remedy = "or set DIRECT_ANSWERS=0"
+    if settings.EXPECTED_REWARD is False:
+        fault = "DIRECT_ANSWERS samples nothing: it learns from the rewards of all actions alone"
+        problems.add("EXPECTED_REWARD", fault, f"Unset it, {remedy}")
+    if sampled := [name for name in names if not is_by_action(name)]:
+        fault = f"{', '.join(sampled)} may depend on more than row and action, and DIRECT_ANSWERS samples nothing else"
+        problems.add("REWARDS", fault, f"Leave it out, give a function of your own `by_action = True`, {remedy}")
+    for obstacle in expected_reward_obstacles(settings, rows, names):
+        fault = f"it learns from the rewards of all actions, and {obstacle}"
+        problems.add("DIRECT_ANSWERS", fault, f"Change that, {remedy}")
+    last = max((len(row.rewards) for row in rows), default=0) - 1
+    if tokenizer and last >= 0 and count_tokens(tokenizer, [str(last)])[str(last)] > 1:
+        fault = f"DIRECT_ANSWERS chooses one token, and its tokenizer writes `{last}` in several"
+        problems.add(f"MODEL_ID={settings.MODEL_ID}", fault, f"Number fewer actions, {remedy}")
+
+
 def check_top_p(settings: Settings, use_vllm: bool, problems: Problems) -> None:
     """vLLM's log-probs are comparable with the learner's: with TOP_P below 1 they are renormalized over the nucleus,
     and every importance ratio would carry its probability (https://github.com/huggingface/trl/issues/6789)."""
@@ -118,8 +142,8 @@ def check_top_p(settings: Settings, use_vllm: bool, problems: Problems) -> None:
         problems.add("TOP_P", fault, "Set TOP_P=1, or IS_CORRECTION=none")
 
 
-def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed: bool = False) -> None:
-    """The model has as many positions, and the machine as much memory, as the run takes, `resumed` or not."""
+def check_memory(settings: Settings, shapes: Shapes, problems: Problems) -> None:
+    """The model has as many positions, and the machine as much memory, as the run takes."""
     plan, machine = plan_memory(settings, shapes), shapes.machine
     engine, positions = plan.engine, shapes.config["max_position_embeddings"]
     room = positions - plan.prompt_len
@@ -132,7 +156,7 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems, resumed
         if shortfall := memory_shortfall(plan, machine):
             name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
             fault = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
-            problems.add(name, fault, memory.memory_advice(settings, shapes, resumed))
+            problems.add(name, fault, memory.memory_advice(settings, shapes))
     elif plan.weights > 4:
         fault = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", fault, "Run on a machine with an 80 GB GPU, or try MODEL_ID=tiny, which needs none")
@@ -200,7 +224,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     resolved = continue_run(resolved, problems)
     check_start(resolved.settings, resolved.run, resolved.adapter.digest, problems)
     if resolved.files and resolved.shapes and resolved.plan:
-        check_memory(resolved.settings, resolved.shapes, problems, resolved.run.step > 0)
+        check_memory(resolved.settings, resolved.shapes, problems)
         check_disk(resolved.settings, resolved.files, resolved.plan.adapter, problems)
     _, warnings = unknown_variables(environ)
     warnings += filter(None, [choices.attention_warning(resolved.attention), garbage_warning])

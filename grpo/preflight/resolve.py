@@ -20,12 +20,14 @@ from grpo.plan.memory import Plan, Shapes, plan_memory
 from grpo.plan.targets import expert_words
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
-from grpo.preflight.direct import direct_settings
 from grpo.run.folder import RunState
 from grpo.run.layout import run_folder
 from grpo.run.ranks import Ranks
 from grpo.settings import Problems, Settings
 from grpo.tasks.simulator import SimulationPlan, load_simulator
+
+# What a run with DIRECT_ANSWERS has, whatever was set: each prompt once, one token behind it, no vLLM.
+UNUSED = {"NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1, "USE_VLLM": False}
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class ResolvedRun(Facts):
     """Everything that is known about a run before anything heavy is imported: what was read, and every choice.
 
     `settings` are complete: with EXPERTS, ROLLOUT_SYNC and TOTAL_STEPS as they were chosen, the LoRA's as INIT_ADAPTER
-    has them, and what has no use with DIRECT_ANSWERS as `direct_settings` has it. So they are recorded, and compared
+    has them, and what has no use with DIRECT_ANSWERS as UNUSED has it. So they are recorded, and compared
     when a run continues. `reasons` says why each value is what it is, by the name of its field here or of its setting
     in lower case.
     """
@@ -148,7 +150,8 @@ def resolve_sources(settings: Settings, facts: Facts) -> dict[str, str]:
     sources |= {name: "INIT_ADAPTER" for name in facts.adapter.settings if sources[name] != "environment"}
     if settings.NUM_TRAIN_EPOCHS is not None and sources["TOTAL_STEPS"] != "environment":
         sources["TOTAL_STEPS"] = "chosen"
-    return sources | {name: "chosen" for name in ("EXPERTS", "ROLLOUT_SYNC") if getattr(settings, name) is None}
+    sources |= {name: "chosen" for name in ("EXPERTS", "ROLLOUT_SYNC") if getattr(settings, name) is None}
+    return sources | (dict.fromkeys(UNUSED, "chosen") if settings.DIRECT_ANSWERS else {})
 
 
 def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun:
@@ -163,7 +166,9 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     on_experts = bool(expert_words(settings.LORA_TARGETS))
     sync, reasons["rollout_sync"] = choices.choose_sync(settings.ROLLOUT_SYNC, on_experts)
     steps, reasons["total_steps"] = resolve_steps(settings, facts.sources, len(rows), problems)
-    settings, sources = direct_settings(settings, resolve_sources(settings, facts))
+    sources = resolve_sources(settings, facts)
+    if direct:
+        settings = dataclasses.replace(settings, **UNUSED)  # type: ignore[arg-type]
     settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync)
 
     attention, reasons["attention"] = choices.choose_attention(settings.ATTN_IMPL, machine.gpus)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo.data.files import SHOWN
 from grpo.data.heldout import read_split
-from grpo.data.prompts import answer_of, open_answer
+from grpo.data.prompts import answer_of, count_tokens, open_answer
 from grpo.plan.hub import find_model
 from grpo.plan.machine import installed_versions
 from grpo.preflight.checks import preflight
@@ -35,10 +35,7 @@ def longest_answer(model_id: str, answers: Sequence[str]) -> int:
     files = find_model(model_id, Problems())  # The preflight lists its problems.
     if not files or not files.tokenizer or not installed_versions(["tokenizers"])["tokenizers"]:
         return max(map(len, answers), default=1)
-    from tokenizers import Tokenizer  # Inside, so that the preflight can name packages that are missing.
-
-    encodings = Tokenizer.from_file(str(files.tokenizer)).encode_batch(answers)
-    return max((len(encoding.ids) for encoding in encodings), default=1)
+    return max(count_tokens(files.tokenizer, answers).values(), default=1)
 
 
 def was_killed(out: Path) -> bool:

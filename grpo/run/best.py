@@ -133,7 +133,5 @@ def which_to_load(record: Record, last: int) -> str:
         return "**Nothing was measured** on held-out rows: whether this adapter beats the base model is not known.\n"
     if not record["better_than_base"]:
         return f"**No adapter beats the base model**: {record['in_words']}; it is in `best/`.\n"
-    if record["step"] == last:
-        return f"**Load the adapter in this folder**, or `best/`, which is the same: {record['in_words']}.\n"
-    last_step = f"The one in this folder is of the last step, {last}."
+    last_step = f"The one in this folder is of step {last}, the last."
     return f"**Load the adapter in `best/`**: {record['in_words']}. {last_step}\n"

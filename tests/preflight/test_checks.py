@@ -181,9 +181,9 @@ def shapes_on(machine, checkpoint=None):
     return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", checkpoint)
 
 
-def memory_problems(machine, checkpoint=None, resumed=False, **changes):
+def memory_problems(machine, checkpoint=None, **changes):
     problems = Problems()
-    checks.check_memory(Settings(**changes), shapes_on(machine, checkpoint), problems, resumed)
+    checks.check_memory(Settings(**changes), shapes_on(machine, checkpoint), problems)
     return problems
 
 

@@ -36,7 +36,6 @@ REFUSED = [
     ({"TOP_P": 0.9}, "DIRECT_ANSWERS: it learns from the rewards of all actions, and TOP_P"),
     ({"LOSS_TYPE": "vespo"}, "DIRECT_ANSWERS: it learns from the rewards of all actions, and LOSS_TYPE=vespo"),
     ({"INVALID_REWARD": "nan"}, "DIRECT_ANSWERS: it learns from the rewards of all actions, and INVALID_REWARD=nan"),
-    ({"PROMPTS_PER_STEP": 1}, "PROMPTS_PER_STEP: DIRECT_ANSWERS computes each prompt once"),
 ]
 
 
