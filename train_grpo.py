@@ -171,10 +171,8 @@ def train(resolved: ResolvedRun) -> int:
     assert files and plan  # A run that passed its checks has both.
     folder, attention, packing, started = state.folder, resolved.attention, resolved.packing, time.time()
     specs, model_path = resolved.reward_specs, str(files.folder)
-    ranks, stop = resolved.ranks, StopRequest()
-    stop.is_broken = ranks.is_broken
+    ranks, stop = resolved.ranks, StopRequest(resolved.ranks)
     if ranks.launched:
-        stop.again_s = 10.0  # Slurm and scripts/torchrun.sh send a signal to every process.
         stop.listen()
     log.info("\n%s\n", banner(resolved), extra=FILE_ONLY)  # The terminal has it already.
     if state.checkpoint:

@@ -24,6 +24,7 @@ from grpo.run.ranks import RankLost, Ranks
 from grpo.settings import Settings, format_exception, log, one_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AGAIN_S = 10.0
 
 
 def ignore_signals() -> None:
@@ -36,11 +37,10 @@ class StopRequest:
     """While the run trains, the first signal ends it after the step and a checkpoint, and the second one at once; at
     any other time the first one ends it at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
         self.signal = 0  # the number of the first signal; 0: there was none
         self.at_once = True  # while there is nothing to lose: before training, and in the evaluation after it
-        self.is_broken: Callable[[], bool] = lambda: False  # `Ranks.is_broken` where there are several processes
-        self.again_s = 0.0  # seconds after the first signal in which another SIGTERM is the same request
         self.received = 0.0
 
     def listen(self) -> None:
@@ -52,10 +52,11 @@ class StopRequest:
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """Handles a signal; raises KeyboardInterrupt(number) to end the run at once. These are ignored:
         - torchrun's SIGTERM after another process has ended: the run is about to say which one.
-        - a second SIGHUP, as shell and kernel both send one when a terminal is lost; a second SIGTERM in `again_s`.
+        - a second SIGHUP, as shell and kernel both send one when a terminal is lost;
+        - a second SIGTERM within AGAIN_S under a launcher: Slurm and scripts/torchrun.sh signal every process.
         """
-        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + self.again_s
-        if self.is_broken() or same_request:
+        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + AGAIN_S
+        if self.ranks.is_broken() or (self.ranks.launched and same_request):
             return
         self.received = time.monotonic()
         if number == signal.SIGHUP:

@@ -69,26 +69,6 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory) -> Path:
-    """The same of two."""
-    folder = tmp_path_factory.mktemp("shared") / "run"
-    done = torchrun(folder=folder, **EVALUATED)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [done.stdout.count(words) for words in ("\nThis run\n", "step 6/6", "grpo: complete: 6")] == [1, 1, 1]
-    return folder
-
-
-def test_two_processes_leave_what_one_leaves(whole, shared):
-    assert_alike(shared, whole)
-    first = difference(shared / "checkpoint-2", whole / "checkpoint-2")
-    assert first < 1e-5, first
-    names = {path.name for path in whole.iterdir()}
-    assert {path.name for path in shared.iterdir()} == names | {EXIT} and read_exit(shared)[0] == 0
-    measured = [[row["heldout_reward"] for row in read_csv(run / "metrics.csv")] for run in (shared, whole)]
-    assert measured[0] == measured[1] and measured[0][2]
-
-
 def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_path):
     """By scripts/torchrun.sh, as torchrun gives no step more than 30 s; twice, as Slurm sends it to every process. Then
     one process goes on, and two after that."""
@@ -110,7 +90,12 @@ def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_p
     assert not (folder / EXIT).exists()
     done = torchrun(folder=folder, **EVALUATED)
     assert done.returncode == 0 and "continuing from step 4" in done.stdout, done.stdout + done.stderr
+    assert [done.stdout.count(words) for words in ("\nThis run\n", "step 6/6", "grpo: complete: 6")] == [1, 1, 1]
     assert_alike(folder, whole)
+    ours, theirs = ({path.name for path in run.iterdir() if "checkpoint" not in path.name} for run in (folder, whole))
+    assert ours == theirs | {EXIT}
+    measured = [[row["heldout_reward"] for row in read_csv(run / "metrics.csv")] for run in (folder, whole)]
+    assert measured[0] == measured[1] and measured[0][2] and read_exit(folder)[0] == 0
 
 
 def test_a_killed_rank_0_is_named_with_the_last_checkpoint(tmp_path):
