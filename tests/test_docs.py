@@ -106,6 +106,15 @@ def test_the_japanese_readme_has_the_same_headings_and_commands():
     assert english == outline((ROOT / "docs" / "README.ja.md").read_text(encoding="utf-8"))
 
 
+def test_the_picture_of_a_step_shows_recorded_figures():
+    picture = (ROOT / "docs" / "step.svg").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "docs" / "results" / "shared-h200.json").read_text(encoding="utf-8"))
+    values = {figure["name"]: figure["value"] for figure in record["figures"]}
+    names = [f"{variant}_{name}" for variant in ("bf16", "shared", "shared_22") for name in ("step_s", "job_peak_gib")]
+    shown = re.findall(r">([\d.]+)</text>", picture)[2:]  # The first two are those of TRL's path.
+    assert shown == [f"{values[name]:.1f}" for name in names]
+
+
 def test_the_japanese_readme_has_the_same_main_settings():
     tables = [
         re.findall(r"^\| `([A-Z_]+)` \| `([^`]+)`", page.read_text(encoding="utf-8"), re.MULTILINE)
