@@ -4,11 +4,12 @@
     python scripts/make_model.py tiny --out checkpoints/tiny   # as data/tiny was made
     python scripts/make_model.py full --out checkpoints/full --tokenizer o200k/
     python scripts/make_model.py full --out checkpoints/mid --tokenizer o200k/ --layers 4
+    python scripts/make_model.py full --out checkpoints/120b --tokenizer o200k/ --shape 120b --device cuda
 
 ``tiny`` has a few hundred thousand parameters, its own tokenizer and a supervised warm-up on synthetic TES prompts: it
 answers in the right format and reads the numbers, but does not know which action is better: that is left to GRPO.
-``full`` has gpt-oss-20b's shapes and noise for weights: it costs what the real model costs in memory and time, and
-answers nothing. docs/models.md says what each can show.
+``full`` has gpt-oss-20b's or 120b's shapes and noise for weights: it costs what the real model costs in memory and
+time, and answers nothing. docs/models.md says what each can show.
 
 Both are written in the MXFP4 layout of openai/gpt-oss-20b. What is simplified: ``full`` does not imitate the
 statistics of trained weights, only a scale at which activations stay finite.
@@ -22,6 +23,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,25 +38,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     tiny = commands.add_parser("tiny", help="a toy model that understands the demo's prompts, 0.3 million parameters")
-    full = commands.add_parser("full", help="gpt-oss-20b's shapes with random weights, 12.8 GiB")
+    full = commands.add_parser("full", help="gpt-oss's shapes with random weights, 12.8 GiB or, 120b, 60.8 GiB")
     for command in (tiny, full):
         command.add_argument("--out", type=Path, required=True, help="new directory to write")
     full.add_argument("--tokenizer", type=Path, required=True, help="directory with the tokenizer.json to copy")
     full.add_argument("--device", default="cpu", help="where the weights are drawn: cpu (default) or cuda")
-    full.add_argument("--layers", type=int, default=24, help="number of layers, 0.45 GiB each (default 24)")
+    full.add_argument("--shape", choices=("20b", "120b"), default="20b", help="of openai/gpt-oss-... (default 20b)")
+    full.add_argument("--layers", type=int, help="of 0.49 GiB each, 120b 1.65 (default: all, 24 or 36)")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     args, start = parse_args(argv), time.perf_counter()
     # Imported here: torch takes seconds, and --help and a usage error do not need it.
-    from grpo.model.gptoss_format import ModelError, Shape
+    from grpo.model.gptoss_format import GPT_OSS_20B, GPT_OSS_120B, ModelError
     from grpo.model.random_weights import write_full
     from grpo.model.warmup import write_tiny
 
     try:
         if args.command == "full":
-            write_full(args.out, Shape(layers=args.layers), args.tokenizer, args.device)
+            shape = {"20b": GPT_OSS_20B, "120b": GPT_OSS_120B}[args.shape]
+            shape = replace(shape, layers=args.layers or shape.layers)
+            write_full(args.out, shape, args.tokenizer, args.device)
         else:
             write_tiny(args.out)
             print(FIGURES.format(**json.loads((args.out / "warmup.json").read_text(encoding="utf-8"))))

@@ -226,8 +226,9 @@ def attack(folder: Path, part: str, name: str, number: int, seed: int) -> tuple[
             return f"ended with exit code {code} after {moments[-1]}", 1
     else:
         code = run_command(program, case)
-    # A program that was complete when it was killed may refuse to run again.
-    fails = code != expected and (code != 2 or differences(program, case, whole))
+    # A program that was complete when it was killed may refuse to run again, with 2, which torchrun turns into 1.
+    refusal = 1 if name == "torchrun" else 2
+    fails = code != expected and (code != refusal or differences(program, case, whole))
     faults = [f"ended with exit code {code}"] if fails else faults_of(program, case, whole)
     return f"{', '.join(faults)}; {', '.join(moments)}" if faults else "", len(moments)
 

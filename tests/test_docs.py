@@ -106,6 +106,23 @@ def test_the_japanese_readme_has_the_same_headings_and_commands():
     assert english == outline((ROOT / "docs" / "README.ja.md").read_text(encoding="utf-8"))
 
 
+def test_the_picture_of_a_step_shows_recorded_figures():
+    picture = (ROOT / "docs" / "step.svg").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "docs" / "results" / "shared-h200.json").read_text(encoding="utf-8"))
+    values = {figure["name"]: figure["value"] for figure in record["figures"]}
+    names = [f"{variant}_{name}" for variant in ("bf16", "shared", "shared_22") for name in ("step_s", "job_peak_gib")]
+    shown = re.findall(r">([\d.]+)</text>", picture)[2:]  # The first two are those of TRL's path.
+    assert shown == [f"{values[name]:.1f}" for name in names]
+
+
+def test_the_japanese_readme_has_the_same_main_settings():
+    tables = [
+        re.findall(r"^\| `([A-Z_]+)` \| `([^`]+)`", page.read_text(encoding="utf-8"), re.MULTILINE)
+        for page in (README, ROOT / "docs" / "README.ja.md")
+    ]
+    assert len(tables[0]) > 4 and tables[0] == tables[1]
+
+
 def test_the_readmes_csv_is_accepted(tmp_path):
     """A header and three rows that the loader takes, and that teach something: no row pays all actions the same."""
     (block,) = re.findall(r"^```csv\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -24,7 +24,7 @@ from grpo.evaluate.exact import BATCH_TOKENS, answer_probabilities, direct_proba
 from grpo.learn.trainer import Trainer
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
-from grpo.plan.hub import ModelFiles, checkpoint_gib, fetch_weights
+from grpo.plan.hub import ModelFiles, fetch_weights
 from grpo.plan.machine import Machine
 from grpo.plan.memory import plan_engine
 from grpo.preflight.adapter import CONFIG, on_experts
@@ -179,7 +179,7 @@ class VllmModel(EvaluatedModel):
             NUM_GENERATIONS=1,
         )
         longest = max(map(len, self.tokenizer(text=list(dict.fromkeys(prompts)))["input_ids"])) + 32
-        plan = plan_engine(s, files.config, machine, longest, 0.0, checkpoint_gib(settings.MODEL_ID, files))
+        plan = plan_engine(s, files.config, machine, longest, 0.0)
         if plan.cache < plan.cache_least:
             need = plan.weights + plan.scratch + plan.cache_least
             raise EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_free:.1f} are free")

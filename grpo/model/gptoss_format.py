@@ -37,6 +37,7 @@ class Shape:
 
 
 GPT_OSS_20B = Shape()
+GPT_OSS_120B = Shape(layers=36, experts=128)
 TINY = Shape(
     layers=3, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=792,
     sliding_window=32,

@@ -29,6 +29,11 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     return {"total": total, "experts": layers * moe, "attention": layers * attention, "embeddings": embeddings}
 
 
+def expert_elements(config: ModelConfig) -> int:
+    """Elements of the expert matrices of one layer."""
+    return int(config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"])
+
+
 def has_mxfp4(config: ModelConfig | None) -> bool:
     """Whether the experts of a checkpoint with this config.json are quantized to MXFP4."""
     return ((config or {}).get("quantization_config") or {}).get("quant_method") == "mxfp4"
@@ -48,7 +53,6 @@ MODEL_FILES = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.*", WEIGHTS_INDEX,
 ]  # fmt: skip
-DOWNLOAD_GIB = 12.9  # The size of the official checkpoint's safetensors.
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,10 @@ def downloaded_gib(files: ModelFiles) -> float:
     return sum(path.stat().st_size for path in paths) / GIB
 
 
-def checkpoint_gib(model_id: str, files: ModelFiles) -> float:
-    """Size of the checkpoint's weights in GiB; at least DOWNLOAD_GIB for REAL_MODEL and for incomplete checkpoints."""
-    size, is_whole = downloaded_gib(files), files.folder and not missing_shards(files.folder)
-    return size if is_whole and model_id != REAL_MODEL else max(size, DOWNLOAD_GIB)
+def checkpoint_gib(config: ModelConfig) -> float:
+    """Size of the weights of a checkpoint with this config.json in GiB, whether it was downloaded or not: of
+    openai/gpt-oss-20b and 120b to the byte as their indices say. MXFP4 takes 4 bits and the 32nd part of a byte."""
+    size = 2.0 * count_parameters(config)["total"]
+    if has_mxfp4(config):
+        size -= (2 - 4.25 / 8) * expert_elements(config) * config["num_hidden_layers"]
+    return size / GIB

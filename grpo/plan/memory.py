@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo.plan.hub import ModelConfig, count_parameters, has_mxfp4
+from grpo.plan.hub import ModelConfig, checkpoint_gib, count_parameters, expert_elements, has_mxfp4
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import EXPERT_PARAMETERS, adapter_parameters, expert_words, target_matrices
 from grpo.settings import Settings, show
@@ -96,7 +96,7 @@ class Shapes:
     prompt_len: int  # Tokens of the longest prompt.
     attention: str
     packing: str = "none"
-    checkpoint: float | None = None  # GiB of the checkpoint that vLLM loads; None where transformers generates.
+    beside_vllm: bool = False  # Whether vLLM can generate on this machine; else transformers does.
 
     @property
     def share_prompts(self) -> bool:
@@ -109,7 +109,7 @@ class Shapes:
             return ("bf16",)
         if not self.machine.gpus:
             return ("bf16", "mxfp4")
-        if self.checkpoint is None or settings.USE_VLLM is False:
+        if not self.beside_vllm or settings.USE_VLLM is False:
             return ("mxfp4", "bf16")
         if unshared_reason(settings.ROLLOUT_SYNC, self.config, self.machine):
             return ("bf16", "paged")
@@ -166,9 +166,9 @@ def capture_sizes(largest: int) -> tuple[int, ...]:
 
 
 def plan_engine(
-    settings: Settings, config: ModelConfig, machine: Machine, prompt_len: int, trainer: float, checkpoint: float
+    settings: Settings, config: ModelConfig, machine: Machine, prompt_len: int, trainer: float
 ) -> EnginePlan:
-    """Plan vLLM's memory beside a trainer of `trainer` GiB, for a checkpoint of `checkpoint` GiB on disk.
+    """Plan vLLM's memory beside a trainer of `trainer` GiB.
 
     The cache shall hold a whole step: vLLM has one group of full and one of sliding layers, and both take blocks of
     KV_BLOCK tokens from a common pool (vllm/v1/core/kv_cache_utils.py). The completions of a prompt share its whole
@@ -186,7 +186,7 @@ def plan_engine(
     wanted = (1 + in_flight + prompts * (shared + group * (whole - shared + sliding))) * block
     most = -(-longest // KV_BLOCK)
     least = (2 + most + min(most, -(-window // KV_BLOCK) + in_flight)) * block
-    weights = checkpoint * PADDED
+    weights = checkpoint_gib(config) * PADDED
     # vLLM reserves memory for an adapter on the experts of every layer, even if LORA_TARGETS names single ones.
     if settings.ROLLOUT_SYNC == "lora" and expert_words(settings.LORA_TARGETS):
         experts = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
@@ -213,10 +213,9 @@ def divisors(total: int) -> list[int]:
     return sorted({*small, *(total // n for n in small)})
 
 
-def layer_sizes(config: ModelConfig) -> tuple[int, int]:
-    """(elements of a layer's expert matrices, elements of a token's queries, keys and values in a layer)."""
-    experts = config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
-    return experts, (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"]
+def attention_elements(config: ModelConfig) -> int:
+    """Elements of a token's queries, keys and values in one layer."""
+    return int((config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"])
 
 
 def learning_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
@@ -230,7 +229,7 @@ def learning_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
     scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if shapes.attention == "eager" else 0
     # Bytes of a token in one layer's backward pass: its experts' two products with their gradients; queries, keys,
     # values; norms in float32. The head's peak is at another time: states, their gradient, one tile of logits.
-    per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * layer_sizes(config)[1] + 16 * hidden
+    per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * attention_elements(config) + 16 * hidden
     if expert_words(settings.LORA_TARGETS):  # The inputs of both products, and the adapter's part of the results.
         per_token += 2 * top * (3 * config["intermediate_size"] + 2 * hidden)
     kept = tokens * hidden * 2 * layers
@@ -238,7 +237,7 @@ def learning_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
         # For each token autograd keeps the results of both products, queries, keys, values, the attention's result, and
         # the norms' inputs (in float32 too) and results: half of the peak of one layer's backward pass.
         kept_per_token = 2 * top * (2 * config["intermediate_size"] + hidden) + 16 * hidden
-        kept_per_token += 2 * (layer_sizes(config)[1] + config["num_attention_heads"] * config["head_dim"])
+        kept_per_token += 2 * (attention_elements(config) + config["num_attention_heads"] * config["head_dim"])
         if expert_words(settings.LORA_TARGETS):  # The inputs of both products.
             kept_per_token += 2 * top * (config["intermediate_size"] + hidden)
         kept = (tokens * kept_per_token + scores) * layers
@@ -281,21 +280,21 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
     config, machine, layers = shapes.config, shapes.machine, shapes.config["num_hidden_layers"]
     counts = count_parameters(config)
     weights, tables = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
-    packed = layer_sizes(config)[0] * layers * 4.25 / 8 / GIB
+    packed = expert_elements(config) * layers * 4.25 / 8 / GIB
     if settings.EXPERTS not in ("bf16", None):
-        weights += packed + layer_sizes(config)[0] * 2 * (1 - layers) / GIB
+        weights += packed + expert_elements(config) * 2 * (1 - layers) / GIB
     matrices = target_matrices(settings.LORA_TARGETS, layers)
     adapter = adapter_parameters(config, settings.LORA_R, matrices) * 16 / GIB
     nccl = NCCL_GIB if machine.gpus and machine.ranks > 1 else 0.0
     engine, paged, lent = None, 0.0, 0.0
-    if shapes.checkpoint is not None and settings.USE_VLLM is not False:
+    if shapes.beside_vllm and settings.USE_VLLM is not False:
         if settings.EXPERTS == "shared":
             weights -= packed + tables
             lent = packed * SWIZZLED + tables
         if settings.EXPERTS == "paged":
             paged = packed + tables
         trainer = weights - paged + adapter + nccl
-        engine = plan_engine(settings, config, machine, shapes.prompt_len, trainer, shapes.checkpoint)
+        engine = plan_engine(settings, config, machine, shapes.prompt_len, trainer)
         engine = dataclasses.replace(engine, asleep=engine.asleep + lent, lent=lent)
 
     free = machine.gpu_free if machine.gpus else machine.ram_share

@@ -177,7 +177,8 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
     output = adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
     cache = "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
     home = Path(os.path.expanduser(os.environ.get(cache) or "~/.cache/huggingface"))
-    download = hub.DOWNLOAD_GIB - hub.downloaded_gib(files) if settings.MODEL_ID == hub.REAL_MODEL else 0.0
+    is_local = settings.MODEL_ID == "tiny" or os.path.isdir(settings.MODEL_ID)
+    download = 0.0 if is_local else hub.checkpoint_gib(files.config) - hub.downloaded_gib(files)
     for name, path, need, purpose in (
         ("OUTPUT_DIR", Path(settings.OUTPUT_DIR), output, "checkpoints, logs and the zip"),
         (cache, home, download if download > 0.2 else 0.0, "the checkpoint's download"),

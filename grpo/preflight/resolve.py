@@ -175,9 +175,8 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     packing, reasons["packing"] = choices.choose_packing(settings.PACKING, attention, machine.gpus)
     shapes, experts, reasons["experts"] = None, settings.EXPERTS or "bf16", "there is no model"
     if facts.files:
-        checkpoint = hub.checkpoint_gib(settings.MODEL_ID, facts.files) if use_vllm and machine.gpus else None
         prompt_len = facts.longest_prompt or settings.MAX_PROMPT_LEN
-        shapes = Shapes(facts.files.config, machine, prompt_len, attention, packing, checkpoint)
+        shapes = Shapes(facts.files.config, machine, prompt_len, attention, packing, use_vllm and bool(machine.gpus))
         experts, reasons["experts"] = resolve_experts(settings, shapes)
     settings = dataclasses.replace(settings, EXPERTS=experts, TOTAL_STEPS=steps)
 

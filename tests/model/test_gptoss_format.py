@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from grpo.model import gptoss_format as gptoss
 from grpo.model.checkpoint import expected_tensors
-from grpo.model.gptoss_format import E2M1, GPT_OSS_20B, TINY, config_dict, quantize_mxfp4
+from grpo.model.gptoss_format import E2M1, GPT_OSS_20B, GPT_OSS_120B, TINY, config_dict, quantize_mxfp4
 from grpo.plan.hub import count_parameters
 
 pytestmark = pytest.mark.numeric
@@ -63,9 +63,13 @@ def test_quantized_experts_are_those_that_the_model_computes_with() -> None:
     assert not quantized
 
 
-def test_config_is_gpt_oss_20bs() -> None:
-    config = config_dict(GPT_OSS_20B)
+@pytest.mark.parametrize(
+    ("shape", "size", "weights"),
+    [(GPT_OSS_20B, 13_761_264_768, 20_914_757_184), (GPT_OSS_120B, 65_248_815_744, 116_829_156_672)],
+)
+def test_config_is_gpt_osss(shape: gptoss.Shape, size: int, weights: int) -> None:
+    """Sizes by total_size in the model.safetensors.index.json of openai/gpt-oss-20b and 120b; numbers of weights."""
+    config = config_dict(shape)
     assert config["max_position_embeddings"] == 131072
-    # total_size in openai/gpt-oss-20b's model.safetensors.index.json, and its number of weights
-    assert sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(config)).values()) == 13_761_264_768
-    assert count_parameters(config)["total"] == 20_914_757_184
+    assert sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(config)).values()) == size
+    assert count_parameters(config)["total"] == weights

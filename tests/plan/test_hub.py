@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 
 import pytest
 from machines import only
+from safetensors.torch import load_file
 
-from grpo.plan.hub import REAL_CONFIG, REAL_MODEL, ModelFiles, checkpoint_gib, find_model
+from grpo.plan.hub import REAL_CONFIG, checkpoint_gib, count_parameters, find_model
 from grpo.plan.machine import GIB
+from grpo.run.durable import read_json
 from grpo.settings import Problems
 
 
@@ -57,10 +58,14 @@ def test_every_shard_that_the_index_names_is_there(tmp_path):
     assert "two.safetensors is missing" in only(problems)
 
 
-def test_what_was_downloaded_counts(tmp_path):
-    files = ModelFiles(tmp_path, {})
-    assert checkpoint_gib(REAL_MODEL, ModelFiles(None, {})) == checkpoint_gib("mine", files) == 12.9
-    (tmp_path / "model.safetensors").touch()
-    os.truncate(tmp_path / "model.safetensors", 5 * GIB)
-    assert checkpoint_gib(REAL_MODEL, files) == 12.9, "a download that broke off"
-    assert checkpoint_gib("mine", files) == 5.0
+@pytest.mark.parametrize(("layers", "experts", "size"), [(24, 32, 13_761_264_768), (36, 128, 65_248_815_744)])
+def test_the_size_of_a_checkpoint_follows_from_its_shapes(layers, experts, size):
+    """Sizes that the indices of openai/gpt-oss-20b and 120b give."""
+    config = {**REAL_CONFIG, "num_hidden_layers": layers, "num_local_experts": experts}
+    assert checkpoint_gib(config) * GIB == size
+    assert checkpoint_gib({**config, "quantization_config": None}) * GIB == 2 * count_parameters(config)["total"]
+
+
+def test_the_size_of_a_checkpoint_is_that_of_its_tensors(tiny):
+    tensors = load_file(tiny / "model.safetensors").values()
+    assert checkpoint_gib(read_json(tiny / "config.json")) * GIB == sum(tensor.nbytes for tensor in tensors)

@@ -18,28 +18,28 @@ from peft import LoraConfig, get_peft_model
 import train_grpo
 from grpo.model.load import load_model
 from grpo.plan import memory
-from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
+from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
 
-def shapes(machine=H100, config=REAL_CONFIG, prompt_len=940, attention="eager", packing="none", checkpoint=None):
-    return memory.Shapes(config, machine, prompt_len, attention, packing, checkpoint)
+def shapes(machine=H100, config=REAL_CONFIG, prompt_len=940, attention="eager", packing="none", beside_vllm=False):
+    return memory.Shapes(config, machine, prompt_len, attention, packing, beside_vllm)
 
 
-def plan(machine=H100, prompt_len=940, checkpoint=None, **changes):
-    return memory.plan_memory(Settings(**changes), shapes(machine, prompt_len=prompt_len, checkpoint=checkpoint))
+def plan(machine=H100, prompt_len=940, beside_vllm=False, **changes):
+    return memory.plan_memory(Settings(**changes), shapes(machine, prompt_len=prompt_len, beside_vllm=beside_vllm))
 
 
 def with_vllm(free=79.0, config=REAL_CONFIG, **machine):
     """Shapes of a run beside vLLM, on a GPU with so many free GiB."""
     machine = dataclasses.replace(H100, gpu_free=float(free), **machine)
-    return shapes(machine, config, 930, "torch_flash", "prefix", 12.9)
+    return shapes(machine, config, 930, "torch_flash", "prefix", True)
 
 
 def test_a_process_needs_2_gib_beside_what_its_engine_keeps_in_host_memory():
     """For each of the processes of a machine."""
-    beside = plan(checkpoint=12.8)
+    beside = plan(beside_vllm=True)
     assert beside.on_host > 10
     for processes in (1, 2):
         needed = processes * (beside.on_host + 2)
@@ -54,9 +54,9 @@ def test_shared_weights_are_the_engines(tied):
     """They are on the GPU once, awake and asleep. What the trainer lacks of `mxfp4`'s, the sleeping engine has, padded
     as vLLM pads experts, and not in host memory; the rest is there if the GPU has no room for it."""
     config = REAL_CONFIG | {"tie_word_embeddings": tied}
-    roomy = memory.plan_memory(Settings(EXPERTS="shared"), shapes(config=config, checkpoint=12.8)).engine
+    roomy = memory.plan_memory(Settings(EXPERTS="shared"), shapes(config=config, beside_vllm=True)).engine
     assert roomy.lent == roomy.weights and roomy.asleep == pytest.approx(roomy.weights + 2.1) and roomy.on_host == 0
-    tight = shapes(dataclasses.replace(H100, gpu_free=18.0), config, checkpoint=12.8)
+    tight = shapes(dataclasses.replace(H100, gpu_free=18.0), config, beside_vllm=True)
     quantized, shared = (memory.plan_memory(Settings(EXPERTS=kind), tight) for kind in ("mxfp4", "shared"))
     experts, tables = 24 * 32 * 3 * 2880**2 * 4.25 / 8 / GIB, (1 if tied else 2) * 201_088 * 2880 * 2 / GIB
     assert quantized.weights - shared.weights == pytest.approx(experts + tables)
@@ -80,13 +80,13 @@ def test_the_least_memory_is_what_the_documentation_says():
         settings = Settings(EXPERTS=kind, MAX_COMPLETION_LEN=length, ROLLOUT_SYNC="merge", USE_VLLM=kind != "mxfp4")
         for free, fits in ((least, True), (least - 0.2, False)):
             machine = dataclasses.replace(H100, gpu_free=free)
-            chosen = memory.plan_memory(settings, shapes(machine, REAL_CONFIG, 940, "torch_flash", "prefix", 12.8))
+            chosen = memory.plan_memory(settings, shapes(machine, REAL_CONFIG, 940, "torch_flash", "prefix", True))
             assert bool(memory.memory_shortfall(chosen, machine)) is not fits, (kind, length, free)
 
 
 def test_paged_weights_are_away_while_vllm_is_awake():
     """All else is as with `mxfp4`: in a rollout they are not on the GPU, but in host memory beside the engine's."""
-    quantized, paged = (plan(checkpoint=12.8, EXPERTS=kind) for kind in ("mxfp4", "paged"))
+    quantized, paged = (plan(beside_vllm=True, EXPERTS=kind) for kind in ("mxfp4", "paged"))
     away = (24 * 32 * 3 * 2880**2 * 4.25 / 8 + 2 * 201_088 * 2880 * 2) / GIB
     assert quantized.rollout_peak - paged.rollout_peak == pytest.approx(away)
     assert paged.on_host - quantized.on_host == pytest.approx(away) and quantized.on_host == quantized.engine.weights
@@ -181,7 +181,7 @@ def test_a_refusal_names_settings_that_fit(free, changes, config, named):
 
 
 def vllm_plan(machine=H100, **changes):
-    return plan(machine, 930, DOWNLOAD_GIB, **changes)
+    return plan(machine, 930, True, **changes)
 
 
 @pytest.mark.parametrize(("completion", "gib"), [(512, 2.1), (4000, 9.8)])
@@ -217,7 +217,7 @@ def test_capture_sizes(most):
 def test_a_plan_takes_as_long_whatever_the_size_of_a_step():
     """The most that the settings let through: no list of every number up to that."""
     settings = Settings(PROMPTS_PER_STEP=10**5, NUM_GENERATIONS=10**5, MAX_COMPLETION_LEN=10**9)
-    for machine, checkpoint in ((H100, DOWNLOAD_GIB), (CPU, None)):
-        plan = memory.plan_memory(settings, shapes(machine, REAL_CONFIG, 10**9, "torch_flash", "prefix", checkpoint))
+    for machine, beside_vllm in ((H100, True), (CPU, False)):
+        plan = memory.plan_memory(settings, shapes(machine, REAL_CONFIG, 10**9, "torch_flash", "prefix", beside_vllm))
         assert plan.micro_batch == plan.generation_batch == 1
     assert memory.divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]

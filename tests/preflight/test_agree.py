@@ -10,7 +10,7 @@ from conftest import CLEAN
 from machines import CPU, H100, only
 from ranked import in_ranks
 
-from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
+from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import NCCL_GIB, Shapes, plan_memory
 from grpo.preflight import checks
 from grpo.preflight.banner import banner, memory_facts
@@ -21,7 +21,7 @@ TWO, FOUR = (dataclasses.replace(H100, ranks=count, here=2) for count in (2, 4))
 
 
 def shapes_of(machine):
-    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", DOWNLOAD_GIB)
+    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", True)
 
 
 def plan(machine, **changes):
@@ -41,8 +41,8 @@ def test_a_plan_is_of_one_process():
 @pytest.mark.parametrize(
     ("experts", "free", "words"),
     [
-        ("shared", 79.0, "16.0 GiB on the GPU, 0.0 GiB of host memory"),
-        ("shared", 22.0, "2.0 GiB of host memory (4 of 2 engines, 110 are free)"),
+        ("shared", 79.0, "15.9 GiB on the GPU, 0.0 GiB of host memory"),
+        ("shared", 22.0, "1.9 GiB of host memory (4 of 2 engines, 110 are free)"),
         ("paged", 79.0, "25.5 GiB of host memory, 11.6 of them experts, embeddings and head of the learner (51 of 2"),
     ],
 )
@@ -60,7 +60,7 @@ def test_host_memory_is_shared():
         return problems
 
     problem = only(problems(TWO, 25.0))
-    assert "each of 2 sleeping engines keeps 13.9 GiB in host memory, 25.0 GiB are free. Free some" in problem
+    assert "each of 2 sleeping engines keeps 13.8 GiB in host memory, 25.0 GiB are free. Free some" in problem
     assert not problems(TWO, 25.0, EXPERTS="shared") and not problems(H100, 25.0)
     problem = only(problems(TWO, 50.0, EXPERTS="paged"))
     assert problem.endswith("or start fewer processes, or set EXPERTS=bf16"), "which fits, and is faster than no vLLM"

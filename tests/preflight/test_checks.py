@@ -177,29 +177,29 @@ def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
     assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
 
 
-def shapes_on(machine, checkpoint=None):
-    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", checkpoint)
+def shapes_on(machine, beside_vllm=False):
+    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", beside_vllm)
 
 
-def memory_problems(machine, checkpoint=None, **changes):
+def memory_problems(machine, beside_vllm=False, **changes):
     problems = Problems()
-    checks.check_memory(Settings(**changes), shapes_on(machine, checkpoint), problems)
+    checks.check_memory(Settings(**changes), shapes_on(machine, beside_vllm), problems)
     return problems
 
 
 def test_memory():
-    assert not memory_problems(H100) and not memory_problems(H100, 12.9)
+    assert not memory_problems(H100) and not memory_problems(H100, True)
     small = dataclasses.replace(H100, gpu="NVIDIA L4", gpu_total=22.5, gpu_free=22.0)
     problem = only(memory_problems(small))
     assert problem.startswith("GPU NVIDIA L4: 22 of 22 GiB are free, and learning in micro-batches of 1 would need 4")
     assert "weights 38.96 + adapter" in problem and "EXPERTS=mxfp4 fits" in problem
     problem = memory_problems(H100, MAX_COMPLETION_LEN=131_072 - 939)[0]
     assert f"more than the model's 131072 positions. Set it to {131_072 - 940} or lower" in problem
-    problem = only(memory_problems(dataclasses.replace(H100, gpu_free=50.0), 12.9))
+    problem = only(memory_problems(dataclasses.replace(H100, gpu_free=50.0), True))
     assert problem.startswith("VLLM_GPU_MEM: 50 of 80 GiB are free, and vLLM would have 0.0 GiB of cache")
     # On a Hopper card, which can share the weights, nothing of them goes to the host.
     for capability, way_on in ((0.0, "or set USE_VLLM=0"), (9.0, "or set EXPERTS=shared")):
-        problem = only(memory_problems(dataclasses.replace(H100, ram_free=12.0, capability=capability), 12.9))
+        problem = only(memory_problems(dataclasses.replace(H100, ram_free=12.0, capability=capability), True))
         assert problem.startswith("memory: the sleeping engine keeps") and "12.0 GiB are free" in problem
         assert problem.endswith(way_on)
 
@@ -212,28 +212,31 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     machine = dataclasses.replace(H100, capability=capability, gpu_free=free)
     for sync, kind in (("merge", chosen), ("lora", chosen if capability < 9 else "bf16")):
         settings = Settings(EXPERTS=None, ROLLOUT_SYNC=sync)
-        experts = resolve.resolve_experts(settings, shapes_on(machine, 12.9))
+        experts = resolve.resolve_experts(settings, shapes_on(machine, True))
         assert experts == (kind, EXPERTS_REASONS[kind])
-    whole = dataclasses.replace(shapes_on(machine, 12.9), config=REAL_CONFIG | {"quantization_config": None})
+    whole = dataclasses.replace(shapes_on(machine, True), config=REAL_CONFIG | {"quantization_config": None})
     assert resolve.resolve_experts(Settings(EXPERTS=None), whole) == ("bf16", "the checkpoint's are not quantized")
-    assert not memory_problems(machine, 12.9, EXPERTS=chosen), "it fits"
+    assert not memory_problems(machine, True, EXPERTS=chosen), "it fits"
 
 
 def test_disk_space(tmp_path, monkeypatch):
     """What is there of a download that broke off does not have to come again."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
 
-    def problems(free, folder=None):
+    def problems(free, folder=None, config=REAL_CONFIG):
         monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
         problems = Problems()
-        checks.check_disk(Settings(OUTPUT_DIR=str(tmp_path / "run")), ModelFiles(folder, {}), 0.1, problems)
+        files = ModelFiles(folder, config)
+        checks.check_disk(Settings(OUTPUT_DIR=str(tmp_path / "run"), MODEL_ID="hub/model"), files, 0.1, problems)
         return problems
 
     assert problems(2**20)[0].startswith(f"OUTPUT_DIR={tmp_path / 'run'}: checkpoints, logs and the zip need 0.7 GiB")
     problem = only(problems(5 * 2**30))
-    assert problem.startswith(f"HF_HOME={tmp_path / 'hf'}: ") and "12.9 GiB" in problem
+    assert problem.startswith(f"HF_HOME={tmp_path / 'hf'}: ") and "12.8 GiB" in problem
+    larger = {**REAL_CONFIG, "num_hidden_layers": 36, "num_local_experts": 128}
+    assert "60.8 GiB" in only(problems(50 * 2**30, config=larger))
     (tmp_path / "model.safetensors").touch()
-    for size, need in ((5 * 2**30, ["7.9 GiB"]), (13_761_264_768, [])):
+    for size, need in ((5 * 2**30, ["7.8 GiB"]), (13_761_264_768, [])):
         os.truncate(tmp_path / "model.safetensors", size)
         missing = problems(5 * 2**30, tmp_path)
         assert len(missing) == len(need) and all(words in problem for words in need for problem in missing)

@@ -19,7 +19,7 @@ from engines import prompts_of, set_adapter, trainer_with_engine
 from machines import H100
 
 from grpo.evaluate.models import TrainedModel
-from grpo.plan.hub import DOWNLOAD_GIB, REAL_CONFIG
+from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import GIB
 from grpo.plan.memory import EnginePlan, Shapes, capture_sizes, plan_memory
 from grpo.rollout.engine import (
@@ -147,7 +147,7 @@ def test_log_probs_and_answers_that_are_missing(build, monkeypatch):
 
 def test_engine_arguments():
     def arguments(**changes):
-        plan = plan_memory(Settings(**changes), Shapes(REAL_CONFIG, H100, 930, "eager", checkpoint=DOWNLOAD_GIB)).engine
+        plan = plan_memory(Settings(**changes), Shapes(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
         return plan, engine_arguments(Settings(**changes), plan, "/model", 79.6)
 
     engine, merge = arguments()

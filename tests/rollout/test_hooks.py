@@ -93,7 +93,7 @@ def test_vllm_has_every_name_that_is_imported(folder):
 def test_vllm_takes_the_engine_arguments(find, sync):
     """`LLM` passes what it does not name itself on to EngineArgs."""
     settings = Settings(ROLLOUT_SYNC=sync)
-    plan = plan_memory(settings, Shapes(REAL_CONFIG, H100, 930, "eager", checkpoint=12.9)).engine
+    plan = plan_memory(settings, Shapes(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
     arguments = engine_arguments(settings, plan, "/model", H100.gpu_total)
     init = find("entrypoints/llm.py:LLM.__init__")
     named = {argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)}
