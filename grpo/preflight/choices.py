@@ -20,21 +20,13 @@ VLLM_COLDEST = 0.01  # The value of _MAX_TEMP in vllm/sampling_params.py: smalle
 
 
 def choose_attention(requested: str, gpus: int) -> tuple[str, str]:
-    """(attention implementation of the learner, reason). All are exact with sinks, but for Hub kernels
-    (`attention_warning`); generation by transformers always uses eager attention."""
+    """(attention implementation of the learner, reason). All are exact with sinks, but for Hub kernels; generation by
+    transformers always uses eager attention."""
     if requested != "auto":
         return requested, "set by ATTN_IMPL"
     if not gpus:
         return "eager", "no GPU: eager is the only implementation with attention sinks on a CPU"
     return "torch_flash", "FlashAttention 2 as torch ships it, nothing to install; exact with sinks at any shape"
-
-
-def attention_warning(attention: str) -> str | None:
-    """A warning for a Hub kernel: none is known to handle attention sinks in its backward pass, and for a gpt-oss
-    transformers loads the first one where another has `flash` in its name
-    (https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3)."""
-    warning = f"ATTN_IMPL={attention}: its gradients may be wrong (attention sinks). Use ATTN_IMPL=torch_flash"
-    return warning if "/" in attention else None
 
 
 def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[str, str]:

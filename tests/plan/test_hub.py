@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 from machines import only
@@ -37,13 +36,6 @@ def test_folders_that_are_no_gpt_oss(tmp_path, config, message):
         (tmp_path / "config.json").write_text(config)
     assert find_model(str(tmp_path), problems := Problems()) is None
     assert message in only(problems) and only(problems).startswith(f"MODEL_ID={tmp_path}: ")
-
-
-def test_what_cannot_be_read_of_a_model_is_one_line(tiny, tmp_path):
-    template = shutil.copytree(tiny, tmp_path / "model") / "chat_template.jinja"
-    template.write_bytes(b"\xff")
-    assert find_model(str(template.parent), problems := Problems()) is None
-    assert "can't decode byte" in only(problems) and len(problems[0].splitlines()) == 1
 
 
 def test_every_shard_that_the_index_names_is_there(tmp_path):
