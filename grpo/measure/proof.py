@@ -29,6 +29,7 @@ from grpo.plan.hub import TINY_PATH, count_parameters
 from grpo.run.child import run_child
 from grpo.run.folder import complete_steps
 from grpo.settings import parse_value
+from grpo.tasks.tes.dataset import file_name
 from rewards import confidence_interval
 
 OTHERS = """
@@ -87,8 +88,8 @@ def run_settings(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
     direct = parse_value("DIRECT_ANSWERS", overrides.get("DIRECT_ANSWERS", "0"))
     return {
         "MODEL_ID": str(out / "model"),
-        "DATA": str(out / "data" / "tes_train.csv"),
-        "EVAL_DATA": str(out / "data" / "tes_heldout.csv"),
+        "DATA": str(out / "data" / file_name("train", scale.recipe.prompt)),
+        "EVAL_DATA": str(out / "data" / file_name("heldout", scale.recipe.prompt)),
         "EVAL_PROFILE": str(out / "data" / "profile_heldout.csv"),
         "OUTPUT_DIR": str(out / "run"),
         **scale.settings,

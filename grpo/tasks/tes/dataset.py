@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -143,19 +143,26 @@ def rows_csv(rows: list[CsvRow]) -> str:
     return days.to_csv(columns, cells)
 
 
-def synthetic_files(seed: int, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of the files under data/; full prompts describe the first windows of the compact ones."""
+def synthetic_files(
+    seed: int,
+    prompts: Sequence[str],
+    train: Mapping[str, int] = TRAIN_WINDOWS,
+    heldout: Mapping[str, int] = HELDOUT_WINDOWS,
+    factor: Mapping[str, float] = TRAIN_FACTOR,
+) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) of the files under data/, or of others with so many windows of each prompt. Full prompts
+    describe the first windows of the compact ones."""
     for prompt in prompts:
-        most = TRAIN_FACTOR[prompt]
-        drawn = synthetic_windows(seed, TRAIN_STREAM, TRAIN_WINDOWS[prompt], TRAIN_START)
+        most = factor[prompt]
+        drawn = synthetic_windows(seed, TRAIN_STREAM, train[prompt], TRAIN_START)
         walks = (trajectory(varied(window, rng, most), rng, prompt, None) for window, rng in drawn)
         more = ((varied(window, rng, most), rng) for window, rng in short_windows(seed))
         rows = with_short_hours(list(itertools.chain.from_iterable(walks)), more, prompt, SHORT_SHARE)
         yield file_name("train", prompt), rows_csv(rows)
-        drawn = synthetic_windows(seed, HELDOUT_STREAM, HELDOUT_WINDOWS[prompt], HELDOUT_START)
+        drawn = synthetic_windows(seed, HELDOUT_STREAM, heldout[prompt], HELDOUT_START)
         walks = (trajectory(window, rng, prompt) for window, rng in drawn)
         yield file_name("heldout", prompt), rows_csv([row for walk in walks for row, _ in walk])
-    dates = [HELDOUT_START + timedelta(weeks=i) for i in range(max(HELDOUT_WINDOWS.values()))]
+    dates = [HELDOUT_START + timedelta(weeks=i) for i in range(max(heldout.values()))]
     blocks = [days.synthetic_profile((seed, HELDOUT_STREAM, i), DECISION_DAYS + 1, day) for i, day in enumerate(dates)]
     yield "profile_heldout.csv", days.profile_csv(blocks)
 
