@@ -7,8 +7,8 @@
     python scripts/days.py profiles/ --heldout may.csv --model tiny   # on a CPU
     TOTAL_STEPS=50 python scripts/days.py profiles/                   # settings pass through
 
-A profile is a CSV with one row an hour: docs/plant.md, "Your own days". OUT gets data/ (training rows, held-out rows
-and held-out profiles) and run/, the OUTPUT_DIR of train_grpo.py. The same command continues what was interrupted.
+A profile is a CSV with one row an hour: docs/plant.md, "Your own days". OUT gets data/ (training rows and held-out
+rows) and run/, the OUTPUT_DIR of train_grpo.py. The same command continues what was interrupted.
 
 Exit codes: 0 done, 2 the profiles cannot be used (every problem is named); those of train_grpo.py where it fails.
 """

@@ -167,16 +167,16 @@ def synthetic_files(
     yield "profile_heldout.csv", days.profile_csv(blocks)
 
 
-def read_profiles(paths: Iterable[Path]) -> dict[str, Profile]:
-    """Users' profiles by their file's stem. Raises ProfileError with the problems of every file, before anything is
-    made of any."""
-    profiles: dict[str, Profile] = {}
+def read_profiles(paths: Iterable[Path]) -> dict[Path, Profile]:
+    """Users' profiles by their files, whose stems name what is made of them. Raises ProfileError with the problems of
+    every file, before anything is made of any."""
+    profiles: dict[Path, Profile] = {}
     problems: list[str] = []
     for path in paths:
-        if path.stem in profiles:
+        if path.stem in {other.stem for other in profiles}:
             problems.append(f"{path}: another profile has this name too; rename one of them")
         try:
-            profiles[path.stem] = days.read_profile(path)
+            profiles[path] = days.read_profile(path)
         except ProfileError as error:
             problems += error.problems
     if problems:
@@ -185,7 +185,7 @@ def read_profiles(paths: Iterable[Path]) -> dict[str, Profile]:
 
 
 def profile_files(
-    profiles: dict[str, Profile],
+    profiles: Mapping[Path, Profile],
     prompts: Sequence[str],
     seed: int,
     explore: float = EXPLORE,
@@ -195,7 +195,7 @@ def profile_files(
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, text) of the files made from the users' profiles. Further trajectories start at random energies,
     and their loads and those of short hours are `varied`."""
-    for (stem, profile), prompt in itertools.product(profiles.items(), prompts):
+    for (path, profile), prompt in itertools.product(profiles.items(), prompts):
         numbered = list(enumerate(windows(profile)))
         decisions: list[Decision] = []
         for (w, window), n in itertools.product(numbered, range(trajectories)):
@@ -207,7 +207,7 @@ def profile_files(
         draws = itertools.product(range(trajectories, trajectories + MOST_DRAWS), numbered)
         drawn = ((window, np.random.default_rng((seed, w, n))) for n, (w, window) in draws)
         more = ((varied(window, rng, vary), rng) for window, rng in drawn)
-        yield file_name(stem, prompt), rows_csv(with_short_hours(decisions, more, prompt, short_share))
+        yield file_name(path.stem, prompt), rows_csv(with_short_hours(decisions, more, prompt, short_share))
 
 
 def varied(window: Window, rng: np.random.Generator, most: float) -> Window:

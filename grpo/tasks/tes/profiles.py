@@ -226,10 +226,11 @@ def day_problems(stamps: Collection[datetime]) -> list[str]:
 def profile_csv(profiles: Sequence[Profile]) -> str:
     """Writes profiles as one CSV, the way `read_profile` reads it back."""
     days = (day for p in profiles for day in zip(p.dates, p.co2, p.load_kw, strict=True))
-    hours = (
-        (datetime.combine(day, time(hour)), co2[hour], load[hour]) for day, co2, load in days for hour in range(24)
-    )
-    rows = [[stamp, f"{co2:.3f}", f"{load:.1f}"] for stamp, co2, load in hours]
+    rows = [
+        (datetime.combine(day, time(hour)), f"{co2[hour]:.3f}", f"{load[hour]:.1f}")
+        for day, co2, load in days
+        for hour in range(24)
+    ]
     return to_csv(("datetime", "co2_kg_per_kwh", "load_kw"), rows)
 
 
