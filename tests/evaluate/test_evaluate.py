@@ -137,7 +137,7 @@ def in_a_run(tmp_path):
     """What an evaluation needs of a run over the demo's windows: (trainer, resolved run)."""
     plan = make_plan(Settings(), [PROFILE], "EVAL_PROFILE", "full", None, Problems())
     run = SimpleNamespace(settings=Settings(), folder=tmp_path)
-    trainer = SimpleNamespace(run=run, _tokenizer=mock.Mock(), eos_token_ids=[])
+    trainer = mock.Mock(run=run, eos_token_ids=[])
     trainer._tokenizer.batch_decode = lambda ids, **options: ["[0]"] * len(ids)
     return trainer, SimpleNamespace(closed_loop=plan, settings=run.settings, exact_loop=False)
 
