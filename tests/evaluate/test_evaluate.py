@@ -155,7 +155,7 @@ def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch
 def test_a_damaged_closed_loop_is_not_taken_over(monkeypatch, in_a_run, tmp_path, seed, is_taken):
     text = json.dumps(sealed({"sampling": {"seed": 42}}))
     (tmp_path / "closed_loop.json").write_text(text.replace("42", seed))
-    monkeypatch.setattr("grpo.tasks.tes.record.keep_base", keep := mock.Mock())
+    monkeypatch.setattr(SIMULATOR, "keep_base", keep := mock.Mock())
     trainer, resolved = in_a_run
     new_record(SIMULATOR, resolved, trainer)
     assert keep.called == is_taken

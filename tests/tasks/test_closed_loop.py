@@ -22,12 +22,12 @@ from grpo.tasks.tes.closed_loop import RULES, closed_loop
 from grpo.tasks.tes.dataset import rows_csv, trajectory
 from grpo.tasks.tes.plant import Plant
 from grpo.tasks.tes.prompts import prompt_kind, renderer
-from grpo.tasks.tes.record import ClosedLoopPlan, read_cases, run_model
+from grpo.tasks.tes.record import ClosedLoopPlan, read_windows, run_model
 from grpo.tasks.tes.simulator import SIMULATOR
 
 PLANT = Plant()
-CASES = read_cases(ROOT / "data" / "profile_heldout.csv")
-WINDOWS = [case.window for case in CASES]
+CASES = read_windows(ROOT / "data" / "profile_heldout.csv")
+WINDOWS = [window for _, window in CASES]
 
 
 def replay(rows):
@@ -138,7 +138,8 @@ def test_answers_are_actions_and_unreadable_ones_are_counted():
 
 
 def plan_of(cases=CASES):
-    return ClosedLoopPlan(profiles=("p.csv",), cases=tuple(cases))
+    names, windows = zip(*cases, strict=True)
+    return ClosedLoopPlan(profiles=("p.csv",), episodes=names, windows=windows)
 
 
 def record_of(cases=CASES, samples=1, exact=False, seed=1):
@@ -283,8 +284,8 @@ def test_what_was_measured_of_the_base_model_is_kept_only_if_it_is_the_same_meas
         run_model(plan_of(cases), earlier, name, answering("[1]"))
     tes_record.keep_base(again, earlier)
     assert again["totals"]["base"] == earlier["totals"]["base"] and "trained" not in again["totals"]
-    window = dataclasses.replace(cases[0].window, co2=cases[0].window.co2 + 0.1)
-    changed = [dataclasses.replace(cases[0], window=window), cases[1]]
+    name, window = cases[0]
+    changed = [(name, dataclasses.replace(window, co2=window.co2 + 0.1)), cases[1]]
     for others, samples, seed in ((cases, 1, 2), (cases[:1], 1, 1), (cases, 2, 1), (changed, 1, 1)):
         other = record_of(others, samples, seed=seed)
         tes_record.keep_base(other, earlier)

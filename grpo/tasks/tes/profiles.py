@@ -152,20 +152,17 @@ def parse_number(text: str, kind: str, stamp: datetime | None) -> float:
 
 def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
     """The header and the rows of a CSV in UTF-8 (with or without byte order mark) or CP932. Raises ProfileError."""
-    try:
-        content = path.read_bytes()
+    for encoding in ("utf-8-sig", "cp932"):
         try:
-            text = content.decode("utf-8-sig")
+            lines = list(filter(None, csv.reader(io.StringIO(path.read_text(encoding)))))
+        except OSError as error:
+            raise ProfileError([f"{path}: cannot be read: {error.strerror}"]) from None
         except UnicodeDecodeError:
-            text = content.decode("cp932")
-        header, *rows = filter(None, csv.reader(io.StringIO(text, newline="")))
-    except OSError as error:
-        raise ProfileError([f"{path}: cannot be read: {error.strerror}"]) from None
-    except UnicodeDecodeError:
-        raise ProfileError([f"{path}: is neither UTF-8 nor CP932 (Shift JIS); save it as a CSV in UTF-8"]) from None
-    except ValueError:  # There is no first line to unpack.
-        raise ProfileError([f"{path}: is empty; the first line must name the columns"]) from None
-    return header, rows
+            continue
+        if not lines:
+            raise ProfileError([f"{path}: is empty; the first line must name the columns"])
+        return lines[0], lines[1:]
+    raise ProfileError([f"{path}: is neither UTF-8 nor CP932 (Shift JIS); save it as a CSV in UTF-8"])
 
 
 def read_profile(path: str | Path) -> Profile:

@@ -18,9 +18,9 @@ from grpo.tasks.figure_text import part, spread, table_lines, verdict_of
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.closed_loop import DECISIONS, PLANT
-from grpo.tasks.tes.profiles import ProfileError
+from grpo.tasks.tes.profiles import ProfileError, Window
 from grpo.tasks.tes.prompts import prompt_kind, renderer
-from grpo.tasks.tes.record import Case, ClosedLoopPlan
+from grpo.tasks.tes.record import ClosedLoopPlan
 
 PROFILE = "data/profile_heldout.csv"  # of the demo's held-out rows
 FULL_IS_SAMPLED = "full prompts are too long and too many to ask all that can happen"
@@ -63,10 +63,10 @@ def make_plan(
 ) -> ClosedLoopPlan:
     """The plan of a closed loop over the windows in `files`, which the setting or option `where` names. Adds a problem
     for each fault in them. Without a window the loop does not run."""
-    cases: list[Case] = []
+    windows: list[tuple[str, Window]] = []
     for path in files:
         try:
-            cases += tes_record.read_cases(path)
+            windows += tes_record.read_windows(path)
         except ProfileError as error:
             problems += [f"{where}: {line}" for line in error.problems]
     if prompt == "compact" and template is None:
@@ -76,15 +76,15 @@ def make_plan(
     shown = renderer(prompt, lambda turns: render(template or "", tuple(turns), effort, date))
     profiles = tuple(path.name for path in files)
     return ClosedLoopPlan(
-        reason=f"{len(cases)} windows of {', '.join(profiles)}, {DECISIONS} decisions one after the other",
-        runs=bool(cases),
+        reason=f"{len(windows)} windows of {', '.join(profiles)}, {DECISIONS} decisions one after the other",
+        runs=bool(windows),
         is_mentioned=True,
         why_sampled=why_sampled(settings, prompt),
         rollouts=DECISIONS,
-        episodes=tuple(case.name for case in cases),
+        episodes=tuple(name for name, _ in windows),
         prompt=prompt,
         profiles=profiles,
-        cases=tuple(cases),
+        windows=tuple(window for _, window in windows),
         render=(lambda state: open_answer(shown(state))) if settings.DIRECT_ANSWERS else shown,
     )
 
@@ -128,11 +128,8 @@ class ClosedLoop(Simulator):
         plan = make_plan(settings, files, "--profile", kind, template, problems)
         return dataclasses.replace(plan, reason=f"{kind} prompts ({reason}), {plan.reason}")
 
-    def new_record(self, plan: ClosedLoopPlan, settings: Settings, samples: int, exact: bool) -> Record:
-        return tes_record.new_record(plan, settings, samples, exact)
-
-    def keep_base(self, record: Record, earlier: Record) -> None:
-        tes_record.keep_base(record, earlier)
+    new_record = staticmethod(tes_record.new_record)
+    keep_base = staticmethod(tes_record.keep_base)
 
     def run(self, plan: ClosedLoopPlan, record: Record, name: str, responder: Responder, greedy: bool = True) -> None:
         if record["exact"]:
