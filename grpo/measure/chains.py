@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +13,14 @@ from grpo.data.prompts import ANSWER_BEFORE
 from grpo.evaluate.ask import prepare
 from grpo.evaluate.models import start_model
 from grpo.measure.record import Json
-from grpo.model.warmup_rows import ACTIONS, CHAIN, stated_numbers
+from grpo.model.warmup_rows import ACTIONS
 from grpo.plan.machine import read_machine
-
-# Matches a chain that has the form of CHAIN; its groups are the numbers and, last, the plan.
-FORM = re.compile(re.escape(CHAIN).replace(r"\{\}", r"(\d+)"))
 
 
 def chain_figures(run: Path, heldout: Path) -> Json:
-    """The chains of the base model and of the adapter in `run`, one for each held-out prompt at EVAL_TEMPERATURE, and
-    the expected reward of both models' answers behind both models' chains; the answers are not sampled."""
+    """How often the plans of the base model and of the adapter in `run` are the best action, in one chain for each
+    held-out prompt at EVAL_TEMPERATURE, and the expected reward of both models' answers behind both models' chains. The
+    answers are not sampled."""
     options = argparse.Namespace(adapter=run, model=None, serve=False, csv=heldout, system=None, out=None)
     settings, files, rows = prepare(options)
     model = start_model(settings, files, run, read_machine(), use_vllm=False)
@@ -34,15 +31,9 @@ def chain_figures(run: Path, heldout: Path) -> Json:
     for name in ("base", "trained"):
         completions = model.tokenizer.batch_decode(model.complete(prompts, base=name == "base"))
         chains[name] = [text.partition(ANSWER_BEFORE)[0] for text in completions]
-        matches = [FORM.fullmatch(chain) for chain in chains[name]]
-        plans = [int(match[5]) if match else -1 for match in matches]
-        figures |= {f"plan_{k}_{name}": plans.count(k) / len(rows) for k in range(ACTIONS)}
-        best = [plan == reward.argmax() for plan, reward in zip(plans, rewards, strict=True)]
-        right = [
-            match is not None and [*match.groups()[:-1]] == stated_numbers(prompt)
-            for match, prompt in zip(matches, prompts, strict=True)
-        ]
-        figures |= {f"plan_best_{name}": float(np.mean(best)), f"numbers_right_{name}": float(np.mean(right))}
+        pairs = zip(chains[name], rewards, strict=True)
+        is_best = [f"action {reward.argmax()}<|end|>" in chain for chain, reward in pairs]
+        figures[f"plan_best_{name}"] = float(np.mean(is_best))
     for chain, answer in itertools.product(chains, chains):
         opened = [prompt + text for prompt, text in zip(prompts, chains[chain], strict=True)]
         shares = model.probabilities(opened, ACTIONS, greedy=False, base=answer == "base")

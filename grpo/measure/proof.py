@@ -46,9 +46,7 @@ step_s | s | mean, without the first step
 steps | steps |
 """
 CHAINS = """
-plan_0_base plan_1_base plan_2_base plan_3_base plan_best_base | share | of held-out chains, before
-plan_0_trained plan_1_trained plan_2_trained plan_3_trained plan_best_trained | share | of held-out chains, after
-numbers_right_base numbers_right_trained | share | of held-out chains
+plan_best_base plan_best_trained | share | of held-out chains
 reward_chain_base_answer_base reward_chain_trained_answer_base | reward | expected, the base model's answers
 reward_chain_base_answer_trained reward_chain_trained_answer_trained | reward | expected, the trained model's answers
 """

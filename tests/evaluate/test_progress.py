@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import zipfile
-from types import SimpleNamespace
 
 import pytest
 import runs
@@ -16,31 +14,10 @@ from peft import PeftModel
 from trainers import make
 from transformers.trainer_callback import TrainerCallback
 
-from grpo.evaluate.progress import Progress
 from grpo.model.load import load_model
 from grpo.plan.hub import find_model
 from grpo.run.folder import ADAPTER, BEST
-from grpo.settings import Problems, Settings
-from grpo.tasks.simulator import SimulationPlan
-
-
-def test_a_warning_of_the_simulator_is_shown_when_it_begins_and_at_the_end(tmp_path, caplog, monkeypatch):
-    resolved = SimpleNamespace(
-        exact=True, best_by="plant", settings=Settings(), closed_loop=SimulationPlan(runs=True), eval_rows=[]
-    )
-    progress = Progress(resolved)
-    progress.base = {"heldout_reward": 0.4, "plant_regret": 20.0, "plant_unserved_kwh": 10.0}
-    monkeypatch.setattr("grpo.run.best.keep_best", lambda *arguments: {})
-    record, shown = {"exact": True, "difference": {}}, []
-    for step, regret in enumerate((10.0, 30.0, 31.0, 9.0, 40.0, 41.0), 1):
-        state = SimpleNamespace(global_step=step)
-        trainer = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), state=state)
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "train_grpo"):
-            columns = {"heldout_reward": 0.5, "plant_regret": regret, "plant_unserved_kwh": 50.0}
-            progress.judge(trainer, columns, record, last=step == 6)
-        shown.append("====" in caplog.text and "gets WORSE" in caplog.text)
-    assert shown == [False, True, False, False, True, True]
+from grpo.settings import Problems
 
 
 def test_what_is_measured_reaches_logs_and_trackers_and_is_no_part_of_the_step(tiny, tmp_path):

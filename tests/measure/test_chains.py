@@ -20,14 +20,14 @@ ROWS = [
 
 
 class KnownModel:
-    """Trained, it plans action 1 behind the right numbers and does what the chain says; its base plans action 0 behind
-    a wrong number, says something else to the second prompt, and answers evenly."""
+    """Trained, it plans action 1 and does what the chain says; its base plans action 0, says something else to the
+    second prompt, and answers evenly."""
 
     tokenizer = SimpleNamespace(batch_decode=lambda completions: completions)
 
     def complete(self, prompts: list[str], base: bool) -> list[str]:
-        numbers, plan = ((16, 45, 30, 41), 0) if base else ((16, 45, 36, 41), 1)
-        texts = [CHAIN.format(*numbers, plan) + f"<|channel|>final<|message|>[{plan}]<|return|>" for _ in prompts]
+        plan = 0 if base else 1
+        texts = [CHAIN.format(16, 45, 36, 41, plan) + f"<|channel|>final<|message|>[{plan}]<|return|>" for _ in prompts]
         return [texts[0], "<|channel|>final<|message|>[3]<|return|>"] if base else texts
 
     def probabilities(self, prompts: list[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
@@ -41,10 +41,7 @@ def test_chains_are_counted_and_every_answer_is_asked_behind_every_chain(monkeyp
     monkeypatch.setattr(chains, "prepare", lambda options: (None, None, ROWS))
     monkeypatch.setattr(chains, "start_model", lambda *arguments, **named: KnownModel())
     figures = chains.chain_figures(Path("run"), Path("heldout.csv"))
-    assert [figures[f"plan_{k}_base"] for k in range(4)] == [0.5, 0, 0, 0]
-    assert [figures[f"plan_{k}_trained"] for k in range(4)] == [0, 1, 0, 0]
     assert (figures["plan_best_base"], figures["plan_best_trained"]) == (0, 0.5)
-    assert (figures["numbers_right_base"], figures["numbers_right_trained"]) == (0, 1)
     rewards = {name.removeprefix("reward_chain_"): value for name, value in figures.items() if "reward" in name}
     assert rewards == pytest.approx(
         {

@@ -52,28 +52,6 @@ def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv
     assert "none.csv" in text and "bad.csv, row 1, column 'co2': '410' is more than 2 kg/kWh" in text
 
 
-BASE = {"heldout_reward": 0.4, "plant_regret": 20.0, "plant_unserved_kwh": 10.0}
-WARNINGS = [  # reward, regret, low end of the interval of the regret's change, exact, warned
-    (0.5, 30.0, 4.0, True, True),
-    (0.5, 30.0, 4.0, False, True),
-    (0.5, 20.1, -4.0, True, True),
-    (0.5, 30.0, -0.1, False, False),  # chance
-    (0.5, 30.0, None, False, False),  # fewer than three windows
-    (0.5, 19.0, 1.0, True, False),
-    (0.4, 30.0, 4.0, True, False),  # the reward does not rise
-    (None, 30.0, 4.0, True, False),  # no function gave a reward
-]
-
-
-@pytest.mark.parametrize(("reward", "regret", "low", "exact", "is_warned"), WARNINGS)
-def test_a_plant_that_gets_worse_while_the_reward_rises_is_reported(reward, regret, low, exact, is_warned):
-    now = {"step": 5, "heldout_reward": reward, "plant_regret": regret, "plant_unserved_kwh": 90.0}
-    now = {name: value for name, value in now.items() if value is not None}
-    warning = SIMULATOR.warning(BASE, now, {"exact": exact, "difference": {"regret_percent_low": low}})
-    assert (warning is not None) is is_warned
-    assert not warning or all(words in warning for words in ("0.400 to 0.500", "20.0 to", "10 to 90 kWh", "step 5"))
-
-
 def totals(*names):
     """A record in which `names` ran beside the base, the trained model and the optimum."""
     policies = {}

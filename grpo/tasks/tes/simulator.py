@@ -149,25 +149,6 @@ class ClosedLoop(Simulator):
     def summary(self, record: Record, name: str) -> str:
         return f"{super().summary(record, name)}, {unserved_text(record['totals'][name], len(record['windows']))}"
 
-    def warning(self, base: Mapping[str, float], now: Mapping[str, float], record: Record) -> str | None:
-        """Sampled figures count only where the interval over windows says so, exact ones as they are."""
-        if not all({"heldout_reward", "plant_regret"} <= columns.keys() for columns in (base, now)):
-            return None
-        low = finite(part(record, "difference").get("regret_percent_low"))
-        is_worse = now["plant_regret"] > base["plant_regret"] if record["exact"] else low > 0
-        if now["heldout_reward"] <= base["heldout_reward"] or not is_worse:
-            return None
-        reward, regret, unserved = (
-            [columns[name] for columns in (base, now)]
-            for name in ("heldout_reward", "plant_regret", "plant_unserved_kwh")
-        )
-        return (
-            f"The reward rises and the plant gets WORSE, step {now['step']} against the base model: held-out reward "
-            f"{reward[0]:.3f} to {reward[1]:.3f}, regret {regret[0]:.1f} to {regret[1]:.1f} %, unserved load "
-            f"{unserved[0]:,.0f} to {unserved[1]:,.0f} kWh. Read docs/evaluation.md#read-both; train on more short "
-            "hours (make_dataset.py --short-share), lower LEARNING_RATE, or load an earlier adapter (best/)"
-        )
-
     def table(self, record: Record) -> str:
         how = "exact" if record["exact"] else f"{record['samples']} passes"
         lines = [f"Closed loop, {len(record['windows'])} windows of three days, {how}"]
