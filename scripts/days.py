@@ -23,8 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.ending import run_script
-from grpo.settings import Settings, fold
-from grpo.tasks.tes.profiles import ProfileError
+from grpo.settings import InputError, Settings, fold
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return days(options)
-    except ProfileError as error:
-        print(*error.problems, sep="\n", file=sys.stderr)
+    except InputError as error:
+        print(*error.args, sep="\n", file=sys.stderr)
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
     return 2

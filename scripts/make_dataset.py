@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.settings import number
+from grpo.settings import InputError, number
 from grpo.tasks.tes import dataset
-from grpo.tasks.tes.profiles import ProfileError, windows
+from grpo.tasks.tes.profiles import windows
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (out / name).write_bytes(text.encode())
-    except ProfileError as error:
-        print(*error.problems, sep="\n", file=sys.stderr)
+    except InputError as error:
+        print(*error.args, sep="\n", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"{error.filename or out}: {error.strerror}; choose another --out", file=sys.stderr)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from grpo.measure.record import SCRIPT
 from grpo.run.child import run_child
+from grpo.settings import InputError
 from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
-from grpo.tasks.tes.profiles import Profile, ProfileError, windows
+from grpo.tasks.tes.profiles import Profile, windows
 from grpo.tasks.tes.record import LEAST_WINDOWS
 
 FEWEST_WINDOWS = 20  # As in the demo's data. Varied windows make up for missing real ones.
@@ -29,7 +30,7 @@ def window_count(profiles: Profiles) -> int:
 
 def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path) -> list[Path]:
     """The files to hold out, chosen from those of `folder`, `ordered` by date, as `read_split` says. Raises
-    ProfileError."""
+    InputError."""
     if not heldout or (len(heldout) == 1 and heldout[0].isdigit()):
         count = int(heldout[0]) if heldout else max(1, len(ordered) // 3)
         chosen = list(ordered[max(0, len(ordered) - count) :])
@@ -38,19 +39,19 @@ def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path
         chosen = [path for path in ordered if path.name in names]
         present = ", ".join(path.name for path in ordered)
         if unknown := names - {path.name for path in chosen}:
-            raise ProfileError([f"--heldout {name}: {folder} has no such profile, only {present}" for name in unknown])
+            raise InputError(*(f"--heldout {name}: {folder} has no such profile, only {present}" for name in unknown))
     if not 0 < len(chosen) < len(ordered):
         counts = f"{len(ordered)} profile{'s' if len(ordered) > 1 else ''}, {len(chosen)} held out"
-        raise ProfileError([f"{folder}: {counts}; at least one must be trained on and one held out"])
+        raise InputError(f"{folder}: {counts}; at least one must be trained on and one held out")
     return chosen
 
 
 def read_split(folder: Path, pattern: str, heldout: Sequence[str]) -> tuple[Profiles, Profiles]:
     """The profiles of a folder to train on, and those held out. `heldout` holds names of files, or how many of the last
-    ones by date; without it the last third is held out, at least one. Raises ProfileError with every problem."""
+    ones by date; without it the last third is held out, at least one. Raises InputError with every problem."""
     paths = sorted(folder.glob(pattern))
     if not paths:
-        raise ProfileError([f"{folder}: holds no profile ({pattern}); docs/plant.md says what one looks like"])
+        raise InputError(f"{folder}: holds no profile ({pattern}); docs/plant.md says what one looks like")
     profiles = read_profiles(paths)
     ordered = sorted(paths, key=lambda path: profiles[path].dates)
     held = choose_heldout(ordered, heldout, folder)
@@ -61,7 +62,7 @@ def read_split(folder: Path, pattern: str, heldout: Sequence[str]) -> tuple[Prof
             pair = f"{path.name} (to train on) and {other.name} (held out)"
             problems.append(f"{pair} both have {dates}; take it out of one")
     if problems:
-        raise ProfileError(problems)
+        raise InputError(*problems)
     return {path: profiles[path] for path in trained}, {path: profiles[path] for path in held}
 
 
@@ -86,7 +87,7 @@ def write_data(train: Profiles, heldout: Profiles, out: Path, prompt: str) -> di
 
 
 def days(options: argparse.Namespace) -> int:
-    """Makes the data and runs train_grpo.py on it; returns its exit code. Raises ProfileError, OSError."""
+    """Makes the data and runs train_grpo.py on it; returns its exit code. Raises InputError, OSError."""
     train, heldout = read_split(options.folder, options.files, options.heldout)
     settings = write_data(train, heldout, options.out / "data", "compact" if options.model == "tiny" else "full")
     settings |= {"MODEL_ID": options.model, "OUTPUT_DIR": str(options.out / "run")}

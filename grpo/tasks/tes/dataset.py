@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from grpo.settings import ROOT
+from grpo.settings import ROOT, InputError
 from grpo.tasks.tes import profiles as days
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant, best_action, boltzmann, q_values, step
-from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, Profile, ProfileError, Window, windows
+from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, Profile, Window, windows
 from grpo.tasks.tes.prompts import State, render_compact, render_full, state_at
 
 EXPLORE = 0.25  # share of decisions on a trajectory that are random instead of optimal
@@ -168,7 +168,7 @@ def synthetic_files(
 
 
 def read_profiles(paths: Iterable[Path]) -> dict[Path, Profile]:
-    """Users' profiles by their files, whose stems name what is made of them. Raises ProfileError with the problems of
+    """Users' profiles by their files, whose stems name what is made of them. Raises InputError with the problems of
     every file, before anything is made of any."""
     profiles: dict[Path, Profile] = {}
     problems: list[str] = []
@@ -177,10 +177,10 @@ def read_profiles(paths: Iterable[Path]) -> dict[Path, Profile]:
             problems.append(f"{path}: another profile has this name too; rename one of them")
         try:
             profiles[path] = days.read_profile(path)
-        except ProfileError as error:
-            problems += error.problems
+        except InputError as error:
+            problems += error.args
     if problems:
-        raise ProfileError(problems)
+        raise InputError(*problems)
     return profiles
 
 

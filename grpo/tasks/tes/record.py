@@ -27,7 +27,7 @@ UNSERVED_KWH = 0.05  # A window in which more load than this stays unserved is c
 
 
 def read_windows(path: Path) -> list[tuple[str, Window]]:
-    """The windows of a profile CSV with their names. Raises ProfileError with every problem of the file."""
+    """The windows of a profile CSV with their names. Raises InputError with every problem of the file."""
     windows = tes_profiles.windows(tes_profiles.read_profile(path))
     return [(f"{path.stem}: {window.dates[0]}", window) for window in windows]
 

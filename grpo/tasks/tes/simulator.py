@@ -12,13 +12,13 @@ from pathlib import Path
 
 from grpo.data.files import Row, find_files, read_rows
 from grpo.data.prompts import open_answer, render
-from grpo.settings import Problems, Settings
+from grpo.settings import InputError, Problems, Settings
 from grpo.tasks.figure_text import number as finite
 from grpo.tasks.figure_text import part, spread, table_lines, verdict_of
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.closed_loop import DECISIONS, PLANT
-from grpo.tasks.tes.profiles import ProfileError, Window
+from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import prompt_kind, renderer
 from grpo.tasks.tes.record import ClosedLoopPlan
 
@@ -67,8 +67,8 @@ def make_plan(
     for path in files:
         try:
             windows += tes_record.read_windows(path)
-        except ProfileError as error:
-            problems += [f"{where}: {line}" for line in error.problems]
+        except InputError as error:
+            problems += [f"{where}: {line}" for line in error.args]
     if prompt == "compact" and template is None:
         fix = "Add chat_template.jinja, or take full prompts"
         problems.add(f"MODEL_ID={settings.MODEL_ID}", "it has no chat template", fix)
