@@ -74,24 +74,6 @@ def test_a_run_leaves_both_evaluations(run):
         assert words in run.output
 
 
-def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
-    """Marked figures stay where they belong to the start, and are measured again where they belong to the end."""
-    folder = tmp_path / "run"
-    shutil.copytree(run.folder, folder)
-    result, record = read(folder, "evaluation.json"), read(folder, "closed_loop.json")
-    result["before"]["reward"] = result["after"]["reward"] = 0.123
-    for entry in record["windows"]:
-        for name in ("base", "trained"):
-            entry["policies"][name]["unparsed"] = 77
-    (folder / "evaluation.json").write_text(json.dumps(sealed(result)))
-    (folder / "closed_loop.json").write_text(json.dumps(sealed(record)))
-    done = run_script(**run.settings | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 3})
-    assert done.returncode == 0, done.stdout + done.stderr
-    result, record = read(folder, "evaluation.json"), read(folder, "closed_loop.json")
-    assert result["before"]["reward"] == 0.123 != result["after"]["reward"]
-    assert record["totals"]["base"]["unparsed"] == 3 * 77 and record["totals"]["trained"]["unparsed"] < 77
-
-
 def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path, capsys, monkeypatch):
     """On the windows of the run, with its seeds: the figures of the run's own closed loop, at the same batches."""
     monkeypatch.chdir(ROOT)
