@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from safetensors import SafetensorError
 
-from grpo.evaluate.export import WRITERS, export, prepare
+from grpo.evaluate.export import export, prepare
 from grpo.evaluate.publish import staged_adapter
 from grpo.model.gptoss_format import ModelError
 from grpo.run.best import read_best
@@ -37,7 +37,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; exits with code 2 on a wrong one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", type=Path, metavar="RUN_DIR", help="folder of the adapter")
-    parser.add_argument("--to", choices=WRITERS, default="mxfp4", help="format of the merged model (default mxfp4)")
+    parser.add_argument("--to", choices=("mxfp4", "bf16"), default="mxfp4", help="format of the model (default mxfp4)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the merged model to this new folder")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: what the run or the adapter names)")
     parser.add_argument(

@@ -14,8 +14,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from grpo.measure import record
 from grpo.measure.chains import chain_figures
 from grpo.measure.proof_data import Scale, write_data
@@ -54,10 +52,8 @@ reward_chain_base_answer_trained reward_chain_trained_answer_trained | reward | 
 
 def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
     """Writes OUT/data and OUT/model, with figures of the warm-up in OUT/model/warmup.json. Raises ModelError where the
-    device or the tokenizer is missing."""
+    tokenizer is missing."""
     started, model_dir, recipe = time.perf_counter(), options.out / "model", scale.recipe
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError("--device cuda: PyTorch sees no GPU here; choose --device cpu --scale small")
     if options.tokenizer is None and recipe.prompt == "full":
         raise ModelError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
     write_data(options.out / "data", scale)

@@ -102,7 +102,7 @@ def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, cap
 
 def test_an_adapter_that_is_not_whole_is_named(saved_adapter, tmp_path, capsys):
     assert ask.main([str(tmp_path), "hello", "--model", "tiny"]) == 2
-    assert "adapter_config.json and adapter_model.safetensors are not there" in capsys.readouterr().err
+    assert "it lacks adapter_config.json and adapter_model.safetensors. Name" in capsys.readouterr().err
     (shutil.copytree(saved_adapter, tmp_path / "best") / "best.json").write_text('{"adapter_sha256": "0"}')
     assert ask.main([str(tmp_path / "best"), "hello", "--model", "tiny"]) == 2
     assert "adapter_model.safetensors is damaged" in capsys.readouterr().err

@@ -19,7 +19,6 @@ from grpo.tasks.tes.dataset import (
     profile_files,
     short_hours,
     short_windows,
-    synthetic_rows,
     synthetic_windows,
     varied,
 )
@@ -28,13 +27,6 @@ from grpo.tasks.tes.profiles import TRAIN_START, Window, synthetic_profile, wind
 
 DATA = ROOT / "data"
 NAMES = ("tes_train.csv", "tes_heldout.csv", "tes_train_compact.csv", "tes_heldout_compact.csv")
-
-
-def test_synthetic_rows() -> None:
-    rows = synthetic_rows(3, 2)
-    assert len(rows) == 60 and rows == synthetic_rows(3, 2) != synthetic_rows(4, 2)
-    committed = (DATA / "tes_train_compact.csv").read_text() + (DATA / "tes_heldout_compact.csv").read_text()
-    assert not any(row["user"] in committed for row in synthetic_rows(SEED, 2))
 
 
 def test_all_problems_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -126,16 +126,6 @@ def short_windows(seed: int) -> Iterator[tuple[Window, np.random.Generator]]:
     return synthetic_windows(seed, SHORT_STREAM, None, TRAIN_START)
 
 
-def synthetic_rows(seed: int, windows: int) -> list[CsvRow]:
-    """Makes 30 compact rows for each of `windows` windows (system, user, q_action_k, reward_action_k as floats, ...).
-
-    The days come from a random stream of their own, so no seed repeats the days of the files under data/. A window
-    takes some 5 ms.
-    """
-    drawn = synthetic_windows(seed, ROWS_STREAM, windows, TRAIN_START)
-    return [row for window, rng in drawn for row, _ in trajectory(window, rng, "compact", None)]
-
-
 def rows_csv(rows: list[CsvRow]) -> str:
     """Writes rows as CSV text; eight decimals, so that all machines write the same bytes."""
     columns = list(rows[0])
