@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas
 import pytest
 import report
-from run_folders import EVALUATION, GPU, metrics_row, write_run
+from run_folders import EVALUATION, GPU, metrics_row, plant_record, write_run
 
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_data
@@ -27,17 +27,6 @@ def completion_row(step: int, text: str = "[1]", **cells: object) -> dict[str, o
     return row | {"best_action": 1, "tokens": 7, "truncated": 0} | cells
 
 
-def closed_loop(*names: str) -> dict:
-    """A record of the plant in which `names` ran beside the base, the trained model and the optimum."""
-    totals = {}
-    for place, name in enumerate(("base", "trained", "optimum", *names)):
-        totals[name] = {"co2_kg": 100.0, "unserved_kwh": 7.0 * place, "storage_cycled_kwh": 5.0, "unparsed": 1}
-        totals[name] |= {"answers": 90, "regret_percent": 20.0 - place, "regret_percent_low": 15.0}
-        totals[name] |= {"regret_percent_high": 22.0, "unserved_windows": place, "worst_unserved_kwh": 6.5}
-        totals[name]["worst_window"] = "days: 2025-07-07" if place else None
-    return {"totals": totals, "difference": {"regret_percent": -9.0}, "windows": [{}] * 5}
-
-
 @pytest.fixture(scope="module")
 def full(tmp_path_factory) -> Path:
     """A complete GPU run with everything there is, and its report."""
@@ -49,7 +38,7 @@ def full(tmp_path_factory) -> Path:
     ]
     record = {"settings": {"TOTAL_STEPS": 30, "DATA": "/home/someone/days.csv", "LORA_R": 4}}
     record |= {"sources": {"DATA": "environment", "LORA_R": "default"}, "choices": {"rollouts": [True, "a GPU"]}}
-    files = {"settings": record, "evaluation": EVALUATION, "closed_loop": closed_loop("always_0")}
+    files = {"settings": record, "evaluation": EVALUATION, "closed_loop": plant_record("always_0")}
     folder = write_run(tmp_path_factory.mktemp("runs") / "\u5b9f\u9a13", metrics, samples, **files)
     (folder / "best").mkdir()
     (folder / "best" / "best.json").write_text(json.dumps({"step": 10, "in_words": "step 10 is the best"}))
@@ -126,7 +115,11 @@ def test_markup_is_escaped_in_every_place_a_run_can_put_it(tmp_path):
     record = {"settings": dict.fromkeys(names, evil), "sources": {evil: evil, "DATA": evil}}
     record |= {"machine": {"gpu": evil}, "choices": {"rollouts": [evil, evil], evil: [True, evil]}}
     columns = {"prompt_id": evil, "parsed_action": evil, "best_action": evil, "tokens": evil}
-    files = {"settings": record, "evaluation": EVALUATION | {"constant_action": evil}, "closed_loop": closed_loop(evil)}
+    files = {
+        "settings": record,
+        "evaluation": EVALUATION | {"constant_action": evil},
+        "closed_loop": plant_record(evil),
+    }
     rows, samples = [metrics_row(1, time=evil), metrics_row(2, time=evil)], [completion_row(1, evil, **columns)]
     folder = write_run(tmp_path / f"run {evil.replace('/', '')}", rows, samples, **files)
     (folder / "best").mkdir()

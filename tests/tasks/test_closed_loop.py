@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from closed_loop_schema import check_schema
 from conftest import ROOT
+from test_tes_plant import hour_by_hand
 
 from grpo.data.files import read_csv
 from grpo.data.prompts import render, render_rows
@@ -46,26 +47,18 @@ def test_the_best_action_of_the_exact_values_reproduces_the_optimum():
 
 @pytest.mark.parametrize("action", (0, 2))
 def test_always_the_same_equals_a_simulation_by_hand(action):
-    """Plain numbers and branches, not `plant.step`."""
+    """Hour by hour, and its costs and what is taken out of the storage added up."""
     trace = closed_loop(WINDOWS, RULES[f"always_{action}"])
     for w, window in enumerate(WINDOWS):
-        energy, output, cycled = 150.0, 100.0 * action / 3, 0.0
-        for t in range(30):
-            load, co2 = float(window.load_kw[t // 10, t % 10]), float(window.co2[t // 10, t % 10])
-            unserved = 0.0
-            if output >= load:
-                energy = min(300.0, energy + output - load)
-            elif energy >= load - output:
-                energy -= load - output
-                cycled += load - output
-            else:
-                unserved, cycled, energy = load - output - energy, cycled + energy, 0.0
+        energy, cost, cycled = 150.0, 0.0, 0.0
+        hours = zip(window.load_kw[:3].ravel().tolist(), window.co2[:3].ravel().tolist(), strict=True)
+        for t, (load, co2) in enumerate(hours):
+            after, hour_cost = hour_by_hand(energy, 100.0 * action / 3, load, co2)
+            energy, cost, cycled = after, cost + hour_cost, cycled + max(0.0, energy - after)
             assert trace.storage_kwh[w, t] == pytest.approx(energy, abs=1e-6)
-            assert trace.unserved_kwh[w, t] == pytest.approx(unserved, abs=1e-6)
-            assert trace.co2_kg[w, t] == pytest.approx(output / 4 * co2)
         assert trace.cycled_kwh[w] == pytest.approx(cycled, abs=1e-6)
         low5 = sum(sorted(window.co2[3].tolist())[:5]) / 5
-        expected = trace.co2_kg[w].sum() + 10 * trace.unserved_kwh[w].sum() - (energy - 150.0) * low5 / 4
+        expected = 6 * cost - (energy - 150.0) * low5 / 4
         assert loop.outcome(trace, WINDOWS)["priced_kg"][w] == pytest.approx(expected)
 
 

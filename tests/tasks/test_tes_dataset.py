@@ -11,7 +11,7 @@ from pathlib import Path
 import make_dataset as md
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, read_csv
 from test_tes_profiles import GOOD, JAPANESE, as_csv, profile_rows
 
 from grpo.tasks.tes.dataset import (
@@ -44,14 +44,9 @@ def test_all_problems_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "out").exists()
 
 
-def table(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_train_and_heldout_share_nothing() -> None:
     for suffix in ("", "_compact"):
-        train, heldout = (table(DATA / f"tes_{split}{suffix}.csv") for split in ("train", "heldout"))
+        train, heldout = (read_csv(DATA / f"tes_{split}{suffix}.csv") for split in ("train", "heldout"))
         assert not {row["timestamp"] for row in train} & {row["timestamp"] for row in heldout}
         column = "user" if suffix else "prompt"
         assert not {row[column] for row in train} & {row[column] for row in heldout}
@@ -106,16 +101,19 @@ def test_own_profiles(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "long: 9 days, 2 window(s); not used: ['2025-04-21', '2025-04-22']" in report
     names = ["tes_long.csv", "tes_long_compact.csv", "tes_short.csv", "tes_short_compact.csv"]
     assert sorted(path.name for path in out.iterdir()) == names
-    assert [len(table(out / name)) for name in names] == [120, 120, 60, 60]
-    energies = re.findall(r"energy \[kWh\]: (\d+)", table(out / "tes_short.csv")[0]["prompt"])
-    assert energies == ["150"] and "energy [kWh]: 150\n" not in table(out / "tes_short.csv")[30]["prompt"]
-    assert "load=32.5 kW, co2=0.312 kg-CO2/kWh" in table(out / "tes_short.csv")[0]["prompt"]
+    assert [len(read_csv(out / name)) for name in names] == [120, 120, 60, 60]
+    energies = re.findall(r"energy \[kWh\]: (\d+)", read_csv(out / "tes_short.csv")[0]["prompt"])
+    assert energies == ["150"] and "energy [kWh]: 150\n" not in read_csv(out / "tes_short.csv")[30]["prompt"]
+    assert "load=32.5 kW, co2=0.312 kg-CO2/kWh" in read_csv(out / "tes_short.csv")[0]["prompt"]
     # The same rows, and short hours behind them.
     more = tmp_path / "more"
     assert md.main(["--profile", str(long), "--out", str(more), *options[2:], "--short-share", "0.4"]) == 0
-    rows, added = table(out / "tes_long_compact.csv"), table(more / "tes_long_compact.csv")
+    rows, added = read_csv(out / "tes_long_compact.csv"), read_csv(more / "tes_long_compact.csv")
     assert added[:120] == rows and len(added) > 130
     assert sum(" short 0 " not in row["user"] for row in added) >= 0.35 * len(added)
+    # By default DATA='DIR/*.csv' holds every hour once.
+    assert md.main(["--profile", str(long), "--out", str(tmp_path / "once")]) == 0
+    assert [path.name for path in (tmp_path / "once").iterdir()] == ["tes_long.csv"]
 
 
 def test_further_walks_vary_the_loads_of_each_day() -> None:
@@ -136,14 +134,6 @@ def test_further_walks_vary_the_loads_of_each_day() -> None:
     plain, other = (list(csv.DictReader(files["tes_x_compact.csv"].splitlines())) for files in (plain, other))
     first = [*range(30), *range(60, 90)]
     assert [plain[i] for i in first] == [other[i] for i in first] and plain[30:60] != other[30:60]
-
-
-def test_a_folder_of_own_files_holds_every_hour_once(tmp_path: Path) -> None:
-    """DATA='DIR/*.csv' takes all of them."""
-    (tmp_path / "long.csv").write_text(as_csv(profile_rows(7)))
-    out = tmp_path / "out"
-    assert md.main(["--profile", str(tmp_path / "long.csv"), "--out", str(out)]) == 0
-    assert [path.name for path in out.iterdir()] == ["tes_long.csv"] and len(table(out / "tes_long.csv")) == 60
 
 
 OWN = ["--profile", "a.csv", "--out", "x"]
