@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import shlex
@@ -14,8 +15,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
+from grpo.data.prompts import ANSWER_BEFORE
+from grpo.evaluate.ask import prepare
+from grpo.evaluate.models import start_model
 from grpo.measure import record
-from grpo.measure.chains import chain_figures
 from grpo.measure.proof_data import Scale, write_data
 from grpo.measure.record import Figure, figure, read_json
 from grpo.model import checkpoint
@@ -23,7 +28,9 @@ from grpo.model import gptoss_format as gptoss
 from grpo.model.gptoss_format import ModelError
 from grpo.model.load import load_model
 from grpo.model.warmup import Log, figures, write_warmed_up
+from grpo.model.warmup_rows import ACTIONS
 from grpo.plan.hub import TINY_PATH, count_parameters
+from grpo.plan.machine import read_machine
 from grpo.run.child import run_child
 from grpo.run.folder import complete_steps
 from grpo.settings import parse_value
@@ -119,6 +126,30 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
         figures = chain_figures(Path(settings["OUTPUT_DIR"]), Path(settings["EVAL_DATA"]))
         checkpoint.write_json(options.out / "chains.json", figures)
     return code
+
+
+def chain_figures(run: Path, heldout: Path) -> record.Json:
+    """How often the plans of the base model and of the adapter in `run` are the best action, in one chain for each
+    held-out prompt at EVAL_TEMPERATURE, and the expected reward of both models' answers behind both models' chains. The
+    answers are not sampled."""
+    options = argparse.Namespace(adapter=run, model=None, serve=False, csv=heldout, system=None, out=None)
+    settings, files, rows = prepare(options)
+    model = start_model(settings, files, run, read_machine(), use_vllm=False)
+    prompts = [row.prompt for row in rows]
+    rewards = np.array([[float(str(row.columns[f"reward_action_{k}"])) for k in range(ACTIONS)] for row in rows])
+    chains: dict[str, list[str]] = {}
+    figures: dict[str, float] = {}
+    for name in ("base", "trained"):
+        completions = model.tokenizer.batch_decode(model.complete(prompts, base=name == "base"))
+        chains[name] = [text.partition(ANSWER_BEFORE)[0] for text in completions]
+        pairs = zip(chains[name], rewards, strict=True)
+        is_best = [f"action {reward.argmax()}<|end|>" in chain for chain, reward in pairs]
+        figures[f"plan_best_{name}"] = float(np.mean(is_best))
+    for chain, answer in itertools.product(chains, chains):
+        opened = [prompt + text for prompt, text in zip(prompts, chains[chain], strict=True)]
+        shares = model.probabilities(opened, ACTIONS, greedy=False, base=answer == "base")
+        figures[f"reward_chain_{chain}_answer_{answer}"] = float((shares * rewards).sum(-1).mean())
+    return figures
 
 
 def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:

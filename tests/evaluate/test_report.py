@@ -19,6 +19,7 @@ from grpo.evaluate import run_data
 from grpo.evaluate.figures import CURVES
 from grpo.evaluate.page import write_report
 from grpo.evaluate.run_data import read_examples, read_metrics, read_run
+from grpo.evaluate.tables import table
 from grpo.settings import Problems
 
 
@@ -161,6 +162,20 @@ def test_evaluated_steps_lie_between_the_base_model_and_the_trained_one(full, tm
     assert steps.to_numpy().tolist() == [[0.4, 20, 0], [0.5, 9, 2], [0.6, 19, 7]]
     metrics = [metrics_row(1, heldout_reward=0.5)]  # The run ended at an evaluated step.
     assert read_run(write_run(tmp_path / "run", metrics)).evaluated()["heldout_reward"].tolist() == [0.5]
+
+
+def test_the_table_of_the_terminal_names_models_references_and_functions():
+    """A function or a whole model without a reward has a dash, and then there is no difference."""
+    figures = {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6, "parse_rate": 1.0}
+    none = dict.fromkeys(("reward", "reward_low", "reward_high"))
+    results = {"exact": False, "samples": 2, "temperature": 0.5, "by_day": True, "before_greedy": none}
+    results |= {"before": figures, "after_greedy": figures, "after": figures | {"functions": {"a": figures, "b": none}}}
+    lines = [line.split() for line in table(results).splitlines()]
+    assert " ".join(lines[0]).endswith("0.5, 2 completions a prompt, 95% interval over prompts, of a day together")
+    spread = ["0.500", "(0.400", "to", "0.600)"]
+    assert ["base", "model", *spread, "-", "1.00", "-", "-"] in lines
+    assert ["base", "model,", "greedy", "-", "-", "-", "-", "-"] in lines
+    assert lines[lines.index(["a:"]) + 2] == ["trained", *spread]
 
 
 DAMAGED = [
