@@ -107,12 +107,6 @@ def test_an_adapter_that_is_not_whole_is_named(saved_adapter, tmp_path, capsys):
     assert "adapter_model.safetensors is damaged" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_there_is_one_problem(tmp_path, capsys):
-    assert ask.main([str(tmp_path / "run"), "hello"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{tmp_path / 'run'}: there is no such folder. Name a run's folder, its best/")
-
-
 def test_a_command_line_asks_for_one_thing():
     assert ask.parse_args(["run", "--base", "hi"]).prompt == "hi", "it may stand behind options"
     for arguments in ([], ["hello", "--csv", "a.csv"], ["--csv", "a.csv", "--serve"]):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 
 import pytest
@@ -15,7 +14,7 @@ from trainers import make
 from transformers.trainer_callback import TrainerCallback
 
 from grpo.model.load import load_model
-from grpo.plan.hub import find_model
+from grpo.plan.hub import find_model, read_json
 from grpo.run.folder import ADAPTER, BEST
 from grpo.settings import Problems
 
@@ -59,13 +58,11 @@ def measured(tiny, tmp_path_factory):
     return folder / "run", inputs
 
 
-def read(folder, name):
-    return json.loads((folder / name).read_text(encoding="utf-8"))
-
-
 def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
     folder, _ = measured
-    evaluation, plant, best = (read(folder, name) for name in ("evaluation.json", "closed_loop.json", "best/best.json"))
+    evaluation, plant, best = (
+        read_json(folder / name) for name in ("evaluation.json", "closed_loop.json", "best/best.json")
+    )
     rows, evaluated = read_csv(folder / "metrics.csv"), best["evaluated"]
     assert [bool(row["plant_regret"]) for row in rows] == [False, True, False, True, False]
     assert [figures["step"] for figures in evaluated] == [2, 4, 5]
@@ -93,7 +90,7 @@ def test_evaluations_leave_no_trace_in_what_is_learned(measured, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for name in (ADAPTER, "completions.csv"):
         assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
-    assert [figures["step"] for figures in read(tmp_path / "run", "best/best.json")["evaluated"]] == [5]
+    assert [figures["step"] for figures in read_json(tmp_path / "run" / "best/best.json")["evaluated"]] == [5]
 
 
 def test_a_killed_run_ends_with_the_same_figures_and_the_same_best(measured, tmp_path):
@@ -103,7 +100,7 @@ def test_a_killed_run_ends_with_the_same_figures_and_the_same_best(measured, tmp
     process = runs.start_held(folder, 4, **SETTINGS | inputs)
     process.kill()
     runs.finish(process)
-    assert [figures["step"] for figures in read(folder, "best/best.json")["evaluated"]] == [2, 4]
+    assert [figures["step"] for figures in read_json(folder / "best/best.json")["evaluated"]] == [2, 4]
     (folder / BEST).rename(folder / "best.old")  # as if killed between the two renames
     done = run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": folder})
     assert done.returncode == 0 and "continuing from step 3" in done.stdout, done.stdout + done.stderr
@@ -111,4 +108,4 @@ def test_a_killed_run_ends_with_the_same_figures_and_the_same_best(measured, tmp
     for name in (ADAPTER, "best.json", "README.md"):  # adapter_config.json lists modules in any order
         assert (folder / BEST / name).read_bytes() == (whole / BEST / name).read_bytes(), name
     for name in ("evaluation.json", "closed_loop.json"):
-        assert read(folder, name) == read(whole, name)
+        assert read_json(folder / name) == read_json(whole / name)
