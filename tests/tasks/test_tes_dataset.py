@@ -133,8 +133,7 @@ def test_further_walks_vary_the_loads_of_each_day() -> None:
 
 OWN = ["--profile", "a.csv", "--out", "x"]
 WRONG = [(OWN[:2], "--out"), (["--explore", "0.1"], "--profile")]
-WRONG += [(["--seed", "-1"], "from 0"), (["--seed", "x"], "'x'"), (["--prompt", "long"], "long")]
-WRONG += [([*OWN, "--explore", "2"], "from 0 to 1"), ([*OWN, "--vary", "nan"], "from 1 to 10")]
+WRONG += [(["--seed", "-1"], "from 0"), ([*OWN, "--vary", "nan"], "from 1 to 10")]
 
 
 @pytest.mark.parametrize(("arguments", "reason"), WRONG)
