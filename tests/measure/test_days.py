@@ -68,7 +68,6 @@ def ambiguous(folder):
 DAYS_OF_B = ", ".join(str(MONDAY + timedelta(days=7 + i)) for i in range(4))
 REFUSED = [  # What spoils the folder, options, and words of the answer.
     (lambda folder: [path.unlink() for path in folder.iterdir()], [], "holds no profile (*.csv)"),
-    (None, ["--heldout", "0"], "4 profiles, 0 held out"),
     (None, ["--heldout", "9"], "4 profiles, 4 held out; at least one must be trained on"),
     (None, ["--heldout", "c.csv"], "--heldout c.csv: "),
     (
