@@ -4,7 +4,6 @@
 
     python scripts/bench.py rollout --model M --data D --out rollout.json
     python scripts/bench.py rollout --model M --data D --out small.json --free-gib 22 --set EXPERTS=shared
-    python scripts/bench.py rollout --model M --data D --out o.json --variant a LORA_R=8 --variant b@22 EXPERTS=paged
     python scripts/bench.py many --model M --data D --out many.json --gpus 1 2
     python scripts/bench.py faults --model M --data D --out faults.json
     python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
@@ -13,14 +12,13 @@ M is the folder of a checkpoint (docs/models.md, "Full"), D training CSVs.
 
 `rollout` runs three steps of 12 prompts x 8 completions x 512 tokens through the entry point, or what the settings say
 instead, and records their time and memory, the mismatch check, and whether every weight is what it was. Exit code 1 if
-one is not, or a variant fails. It takes `--set NAME=VALUE` for any setting, `--free-gib` to occupy the rest of the GPU,
-`--tokens` for shorter completions than MAX_COMPLETION_LEN (whose memory is planned nevertheless), `--kernels
-older-cards` for what vLLM takes on such cards, and `--variant NAME[@GIB] [NAME=VALUE ...]` for several runs in one
-JSON, each in a process of its own. The JSON is written after each; `--resume` leaves out what has ended with this
-commit and these options.
+one is not, that of the run if it fails. It takes `--set NAME=VALUE` for any setting, `--free-gib` to occupy the rest of
+the GPU, `--tokens` for shorter completions than MAX_COMPLETION_LEN (whose memory is planned nevertheless), and
+`--kernels older-cards` for what vLLM takes on such cards.
 
 `many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling), and
-with the same work in all, of 96 and of 384 completions (strong scaling).
+with the same work in all, of 96 and of 384 completions (strong scaling). The JSON is written after each; `--resume`
+leaves out what has ended with this commit and these options.
 
 `demo` runs train_grpo.py on the tiny model for ten seeds and lets the last and the best adapter control the plant
 through three sets of windows that chose neither. Exit code 1 unless the best ones are below the rule charge_when_clean
@@ -69,7 +67,6 @@ def parse_args() -> argparse.Namespace:
     rollout.add_argument("--free-gib", type=float, help="GiB of the GPU that the run gets (default: all)")
     rollout.add_argument("--kernels", choices=("own", "older-cards"), default="own", help="of vLLM's attention")
     rollout.add_argument("--tokens", type=int, help="vLLM's completions end after so many")
-    rollout.add_argument("--variant", nargs="+", action="append", metavar="WORD", help="NAME[@GIB] [NAME=VALUE ...]")
     many = add_command(commands, "many", "the same step on 1, 2, ... GPUs", True)
     many.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="numbers of GPUs (default 1 2)")
     many.add_argument("--prompts", type=int, default=12, help="of one GPU (default %(default)s)")
@@ -79,30 +76,11 @@ def parse_args() -> argparse.Namespace:
     demo.add_argument("--jobs", type=int, default=2, help="seeds side by side (default %(default)s)")
     faults = add_command(commands, "faults", "kills, full memory and a dying engine in each phase of a step", True)
     faults.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="these only, in this order")
-    for command in (rollout, many):
-        command.add_argument("--resume", action="store_true", help="leave out what has ended, with these options")
+    many.add_argument("--resume", action="store_true", help="leave out what has ended, with these options")
     options = parser.parse_args()
-    names = [name for name, _ in options.set]
-    if options.command == "rollout":
-        options.variants = variants_of(options)
-        names += [name for variant in options.variants for name in variant.settings]
-        if len({variant.name for variant in options.variants}) < len(options.variants):
-            parser.error("--variant: each needs a name of its own")
-    if unknown := [name for name in names if name not in FIELDS]:
+    if unknown := [name for name, _ in options.set if name not in FIELDS]:
         parser.error(f"{', '.join(unknown)}: no setting has this name (docs/settings.md)")
     return options
-
-
-def variants_of(options: argparse.Namespace) -> list:
-    """The variants that the options name; a single one, `run`, if they name none."""
-    from grpo.measure.variants import Variant  # Imported here: --help needs no torch.
-
-    variants = []
-    for words in options.variant or [["run"]]:
-        name, _, free = words[0].partition("@")
-        settings = dict(options.set) | dict(map(assignment, words[1:]))
-        variants.append(Variant(name, settings, float(free) if free else options.free_gib))
-    return variants
 
 
 def main() -> int:

@@ -7,8 +7,8 @@
     python scripts/days.py profiles/ --heldout may.csv --model tiny   # on a CPU
     TOTAL_STEPS=50 python scripts/days.py profiles/                   # settings pass through
 
-A profile is a CSV with one row an hour: docs/plant.md, "Your own days". OUT gets data/ (training rows, held-out rows
-and held-out profiles) and run/, the OUTPUT_DIR of train_grpo.py. The same command continues what was interrupted.
+A profile is a CSV with one row an hour: docs/plant.md, "Your own days". OUT gets data/ (training rows and held-out
+rows) and run/, the OUTPUT_DIR of train_grpo.py. The same command continues what was interrupted.
 
 Exit codes: 0 done, 2 the profiles cannot be used (every problem is named); those of train_grpo.py where it fails.
 """
@@ -23,8 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.ending import run_script
-from grpo.settings import Settings, fold
-from grpo.tasks.tes.profiles import ProfileError
+from grpo.settings import InputError, Settings, fold
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return days(options)
-    except ProfileError as error:
-        print(*error.problems, sep="\n", file=sys.stderr)
+    except InputError as error:
+        print(*error.args, sep="\n", file=sys.stderr)
     except OSError as error:
         print(f"{error.filename}: {error.strerror}", file=sys.stderr)
     return 2

@@ -5,7 +5,7 @@
     python scripts/export.py runs/first/best --out merged             # experts stay in MXFP4
     python scripts/export.py runs/first/best --to bf16 --out merged   # 16 bits throughout
     python scripts/export.py runs/first/best --out merged --push you/name   # and upload it
-    python scripts/export.py runs/first/best --push you/name --dry-run      # the adapter
+    python scripts/export.py runs/first/best --push you/name          # the adapter
 
 The adapter is a run's folder (its last step), its best/, a checkpoint, or any LoRA of PEFT on the
 attention; with --to bf16 also on the experts. It works on the CPU, a shard at a time
@@ -24,12 +24,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from safetensors import SafetensorError
 
-from grpo.evaluate.export import WRITERS, export, prepare
+from grpo.evaluate.export import export, prepare
 from grpo.evaluate.publish import staged_adapter
 from grpo.model.gptoss_format import ModelError
 from grpo.run.best import read_best
 from grpo.run.ending import run_script
-from grpo.run.hub import check_account, listing, upload
+from grpo.run.hub import check_account, upload
 from grpo.settings import format_exception
 
 
@@ -37,24 +37,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; exits with code 2 on a wrong one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", type=Path, metavar="RUN_DIR", help="folder of the adapter")
-    parser.add_argument("--to", choices=WRITERS, default="mxfp4", help="format of the merged model (default mxfp4)")
+    parser.add_argument("--to", choices=("mxfp4", "bf16"), default="mxfp4", help="format of the model (default mxfp4)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the merged model to this new folder")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: what the run or the adapter names)")
     parser.add_argument(
         "--push", metavar="REPO", help="upload it to this repository of the Hub; without --out: the adapter"
     )
-    parser.add_argument("--dry-run", action="store_true", help="with --push: print what would be uploaded instead")
     args = parser.parse_args(argv)
     if not args.out and not args.push:
         parser.error("give --out DIR, or --push REPO, or both")
-    if args.dry_run and not args.push:
-        parser.error("--dry-run: only with --push")
     return args
-
-
-def push(args: argparse.Namespace, folder: Path) -> None:
-    """Uploads a folder, or with --dry-run prints what would be uploaded."""
-    print(listing(folder, args.push) if args.dry_run else f"uploaded: {upload(folder, args.push)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         if args.push:
-            check_account(args.push, args.dry_run)
+            check_account(args.push)
         if best := read_best(args.adapter).get("in_words"):
             print(f"({args.adapter} holds the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
         if not args.out:
             s, _, base = prepare(args)
             with staged_adapter(s, args.adapter, base) as folder:
-                push(args, folder)
+                print(f"uploaded: {upload(folder, args.push)}")
             return 0
         share = export(args)
         print(f"written: {args.out}")
@@ -80,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 " weights, and was rounded away. The adapter beside its base model loses nothing (scripts/ask.py)"
             )
         if args.push:
-            push(args, args.out)
+            print(f"uploaded: {upload(args.out, args.push)}")
     except (ModelError, ValueError) as error:
         print(*error.args, sep="\n", file=sys.stderr)
         return 2

@@ -2,12 +2,11 @@
 """Simulates a thermal energy storage (TES) plant and writes the CSVs that the trainer reads.
 
     python scripts/make_dataset.py              # write data/*.csv from seeded synthetic weather
-    python scripts/make_dataset.py --check      # regenerate, compare byte for byte with data/ (exit 1: differs)
     python scripts/make_dataset.py --profile my.csv [more.csv ...] --out DIR   # the same from your own hourly data
 
 A row is one decision of the plant: the prompt, the exact value `q_action_k` of each of the four actions in that state,
 and the reward `reward_action_k`, the Boltzmann softmax of the four values. docs/plant.md explains all of it.
-Exit codes: 0 done, 1 `--check` found a difference, 2 bad input (every problem is named).
+Exit codes: 0 done, 2 bad input (every problem is named).
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.settings import number
+from grpo.settings import InputError, number
 from grpo.tasks.tes import dataset
-from grpo.tasks.tes.profiles import ProfileError, windows
+from grpo.tasks.tes.profiles import windows
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; exits with code 2 on a wrong one. `own` holds the options for profiles that are set."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--check", action="store_true", help="regenerate and compare byte for byte, write nothing")
-    mode.add_argument("--profile", nargs="+", metavar="CSV", help="your own hourly profiles instead of synthetic days")
+    parser.add_argument("--profile", nargs="+", metavar="CSV", help="your own hourly profiles, not synthetic days")
     parser.add_argument("--out", metavar="DIR", help="where the files are (default data/; required with --profile)")
     prompts, about = ("full", "compact", "both"), "(default both, with --profile full: every hour once)"
     parser.add_argument("--prompt", choices=prompts, help=about)
@@ -59,12 +56,12 @@ def make(args: argparse.Namespace) -> dict[str, str]:
     if not args.profile:
         return dict(dataset.synthetic_files(args.seed, prompts))
     profiles = dataset.read_profiles(map(Path, args.profile))
-    for stem, profile in profiles.items():
+    for path, profile in profiles.items():
         cut = windows(profile)
         used = {day for window in cut for day in window.dates}
         spare = [str(day) for day in profile.dates if day not in used]
         unused = f"; not used: {spare}" if spare else ""
-        print(f"{stem}: {len(profile.dates)} days, {len(cut)} window(s){unused}")
+        print(f"{path.stem}: {len(profile.dates)} days, {len(cut)} window(s){unused}")
     return dict(dataset.profile_files(profiles, prompts, args.seed, **args.own))
 
 
@@ -74,22 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(args.out) if args.out else dataset.DATA_DIR
     try:
         files = make(args)
-        if args.check:
-            paths = {out / name: text.encode() for name, text in files.items()}
-            if wrong := [path for path, text in paths.items() if not path.is_file() or path.read_bytes() != text]:
-                again = f"make them again with: python scripts/make_dataset.py --seed {args.seed} --out {out}"
-                print(*(f"{path}: differs" for path in wrong), again, sep="\n", file=sys.stderr)
-                return 1
-            print(f"{len(files)} files in {out} are as seed {args.seed} makes them")
-            return 0
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (out / name).write_bytes(text.encode())
-    except ProfileError as error:
-        lines = error.problems[:30]
-        if rest := len(error.problems[30:]):
-            lines.append(f"... and {rest} more problem(s)")
-        print(*lines, sep="\n", file=sys.stderr)
+    except InputError as error:
+        print(*error.args, sep="\n", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"{error.filename or out}: {error.strerror}; choose another --out", file=sys.stderr)

@@ -39,10 +39,8 @@ from grpo.settings import ROOT, assignment
 CHANGES = {
     "seconds": ("--warmup-seconds", float, "budget of the warm-up (default: the scale's)"),
     "steps": ("--warmup-steps", int, "budget in steps (default: the scale's)"),
-    "batch": ("--batch", int, "rows of a warm-up step"),
     "windows": ("--windows", int, "of warm-up rows, 40 each"),
     "probe_windows": ("--probe-windows", int, "of the rows on which the warm-up is measured"),
-    "lr": ("--lr", float, "learning rate of the warm-up"),
 }
 
 

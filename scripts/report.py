@@ -16,8 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.page import write_report
-from grpo.evaluate.run_data import ReportError
-from grpo.settings import fold
+from grpo.settings import InputError, fold
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="OUTPUT_DIR of a run")
     try:
         page = write_report(parser.parse_args(arguments).run_dir)
-    except ReportError as error:
+    except InputError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
     print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")

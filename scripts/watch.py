@@ -25,11 +25,11 @@ from typing import Any
 import pandas
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.evaluate.run_data import ReportError, read_json, read_metrics
+from grpo.evaluate.run_data import read_json, read_metrics
 from grpo.run.folder import COMPLETE, continuation
 from grpo.run.layout import lock_path
 from grpo.run.logs import RECENT, UNKNOWN, Pace
-from grpo.settings import fold
+from grpo.settings import InputError, fold
 from grpo.tasks.figure_text import number, part
 
 # Lines of training.log with a warning, an error or a critical message (`12:07:54 W train_grpo: ...`), of the box below
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if is_once or is_complete:
                 return 0
             time.sleep(1.0)
-    except ReportError as error:
+    except InputError as error:
         print(f"watch: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo.data.files import Row, data_fingerprint
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint
@@ -41,6 +42,17 @@ def metrics_row(step: int, **cells: object) -> dict[str, object]:
     """A row of metrics.csv with plausible figures, and `cells` in their places."""
     time = f"2026-01-01T00:00:{step % 60:02}Z"
     return dict.fromkeys(METRICS, "") | {"step": step, "time": time, "reward": 0.3 + step / 100} | STEP | cells
+
+
+def plant_record(*names: str) -> dict[str, Any]:
+    """A closed_loop.json in which `names` ran beside the base, the trained model and the optimum."""
+    totals = {}
+    for place, name in enumerate(("base", "trained", "optimum", *names)):
+        totals[name] = {"co2_kg": 100.0, "unserved_kwh": 7.0 * place, "storage_cycled_kwh": 5.0, "unparsed": 1}
+        totals[name] |= {"answers": 90, "regret_percent": 20.0 - place, "regret_percent_low": 15.0}
+        totals[name] |= {"regret_percent_high": 22.0, "unserved_windows": place, "worst_unserved_kwh": 6.5}
+        totals[name]["worst_window"] = "days: 2025-07-07" if place else None
+    return {"totals": totals, "difference": {"regret_percent": -9.0}, "windows": [{}] * 5}
 
 
 def write_run(folder: Path, metrics: list[dict], completions: list[dict] | None = None, **files: dict) -> Path:

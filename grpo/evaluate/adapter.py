@@ -48,24 +48,19 @@ def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[
 
 def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Settings, Problems]:
     """The settings of the adapter's run with the non-empty `changes`, and the problems of these settings and of the
-    adapter's files."""
+    adapter's files: they must exist, and match the checksum in their folder, if there is one."""
     replaced = {name: value for name, value in changes.items() if value}
     settings, _, problems = load_settings(recorded_settings(adapter, os.environ) | replaced)
-    if adapter:
-        check_adapter(adapter, problems)
+    fault = None
+    if adapter and not adapter.is_dir():
+        fault = "there is no such folder"
+    elif adapter and (missing := missing_files(adapter)):
+        fault = f"it lacks {' and '.join(missing)}"
+    elif adapter:
+        fault = adapter_fault(adapter)
+    if fault:
+        problems.add(str(adapter), fault, "Name a run's folder, its best/, or a checkpoint")
     return settings, problems
-
-
-def check_adapter(adapter: Path, problems: Problems) -> None:
-    """Checks that an adapter's files exist, and that its weights match the checksum in its folder, if there is one."""
-    fix = "Name a run's folder, its best/, or a checkpoint"
-    if not adapter.is_dir():
-        problems.add(str(adapter), "there is no such folder", fix)
-    elif missing := missing_files(adapter):
-        verb = "is" if len(missing) == 1 else "are"
-        problems.add(str(adapter), f"{' and '.join(missing)} {verb} not there", fix)
-    elif fault := adapter_fault(adapter):
-        problems.add(str(adapter), fault, fix)
 
 
 def check_model(settings: Settings, adapter: Path | None, machine: Machine, problems: Problems) -> ModelFiles | None:

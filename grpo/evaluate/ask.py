@@ -74,16 +74,12 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def as_csv(answers: Sequence[dict[str, Any]]) -> str:
-    """The answers as a CSV. Lists and objects, which JSON lines and Parquet may hold, are written as JSON, and lone
-    surrogates, which UTF-8 cannot encode, as escapes."""
+    """The answers as a CSV. Lists and objects, which JSON lines and Parquet may hold, are written as pandas writes
+    them, and lone surrogates, which UTF-8 cannot encode, as escapes."""
     text = io.StringIO()
     writer = csv.DictWriter(text, answers[0])
     writer.writeheader()
-    for answer in answers:
-        for name, value in answer.items():
-            if isinstance(value, (list, dict)):
-                answer = answer | {name: json.dumps(value, ensure_ascii=False, default=str)}
-        writer.writerow(answer)
+    writer.writerows(answers)
     return text.getvalue().encode("utf-8", "backslashreplace").decode()
 
 

@@ -5,35 +5,19 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
-from grpo.learn.expected_reward import action_tokens
 from grpo.model.attention import attention_of
 from grpo.model.load import evaluating
 from grpo.phases import with_progress
 
 ANSWER = ANSWER_BEFORE + "{}" + ANSWER_AFTER
 BATCH_TOKENS = 4096  # tokens that go through the model at once
-
-
-Chooser = Callable[[Sequence[Sequence[int]], float, Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
-
-
-def direct_probabilities(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], actions: int, temperature: float, choose: Chooser
-) -> np.ndarray:
-    """(N, K): the probability that the next token names each of K `actions`, for N prompts that end in ANSWER_BEFORE
-    (DIRECT_ANSWERS). At a temperature of 0 the likeliest token has probability 1. A row may sum to less than 1, as
-    other tokens name no action. Equal prompts are computed once. `choose` is `choose_tokens` of a model."""
-    position = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts))}
-    rows = tokenizer(text=list(position))["input_ids"]
-    _, probabilities = choose(rows, temperature, action_tokens(tokenizer, actions))
-    return probabilities.double().cpu().numpy()[[position[prompt] for prompt in prompts]]
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -89,9 +88,8 @@ class Merged:
         return share[0] if share else None
 
 
-def write_mxfp4(merged: Merged, files: ModelFiles, folder: Path) -> None:
+def write_mxfp4(merged: Merged, folder: Path) -> None:
     """Write the base's own files, shard by shard, in which only the tensors that the adapter changes differ."""
-    copy_small(merged.base, folder)
     for shard, names in merged.shards.items():
         save_file({name: merged.tensor(name) for name in names}, folder / shard, {"format": "pt"})
     for name in (CONFIG, WEIGHTS_INDEX):
@@ -101,15 +99,10 @@ def write_mxfp4(merged: Merged, files: ModelFiles, folder: Path) -> None:
 
 def write_bf16(merged: Merged, files: ModelFiles, folder: Path) -> None:
     """Write every tensor as transformers' own model holds it, in new shards."""
-    copy_small(merged.base, folder)
     config = {name: value for name, value in files.config.items() if name != "quantization_config"}
     expected = expected_tensors(GptOssConfig.from_dict(config))
     write_tensors(folder, expected, lambda name, like: merged.dequantized(name))
     write_json(folder / CONFIG, config)
-
-
-Writer = Callable[[Merged, ModelFiles, Path], None]
-WRITERS: dict[str, Writer] = {"mxfp4": write_mxfp4, "bf16": write_bf16}
 
 
 def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:
@@ -155,7 +148,11 @@ def export(options: argparse.Namespace) -> float | None:
         raise InputError(problem)
     merged = Merged(base, options.adapter, scale)
     with new_directory(options.out) as folder:
-        WRITERS[options.to](merged, files, folder)
+        copy_small(base, folder)
+        if options.to == "mxfp4":
+            write_mxfp4(merged, folder)
+        else:
+            write_bf16(merged, files, folder)
         card = model_readme(s, options.adapter, options.to, merged.share())
         write_text(folder / "README.md", card)
         sync_files(folder)

@@ -13,7 +13,7 @@ import rewards
 from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.heldout import date_of
 from grpo.data.reward_checks import FINAL, GARBAGE, tried_text
-from grpo.data.scoring import Completion, Reward, completion_rates, score, total
+from grpo.data.scoring import Completion, Reward, completion_rates, read_completions, score, total
 from grpo.evaluate.models import EvaluatedModel, TrainedModel
 from grpo.evaluate.tables import table
 from grpo.learn.trainer import Trainer
@@ -88,7 +88,7 @@ class HeldoutEvaluation:
         self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]
     ) -> tuple[list[Completion], list[list[float]]]:
         """The decoded completions of `rows`, and their rewards by completion and function (N, F)."""
-        completions = self.model.read(rows, completion_ids)
+        completions = read_completions(self.model.tokenizer, self.model.stops, rows, completion_ids)
         columns = column_names(self.rows)
         return completions, score(self.functions, completions, completion_ids, columns, self.state)
 

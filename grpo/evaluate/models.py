@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.data.files import Row
 from grpo.data.prompts import sampling_seed
-from grpo.data.scoring import Completion, read_completions
-from grpo.evaluate.exact import BATCH_TOKENS, answer_probabilities, direct_probabilities
+from grpo.evaluate.exact import BATCH_TOKENS, answer_probabilities
+from grpo.learn.expected_reward import action_tokens
 from grpo.learn.trainer import Trainer
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
@@ -44,6 +44,10 @@ class EvaluatedModel(ABC):
     settings: Settings
     tokenizer: PreTrainedTokenizerBase
     stops: Sequence[int]  # ids of the tokens that end a completion
+    # Models that torch holds, not vLLM, also have these:
+    network: PreTrainedModel  # the gpt-oss, into which PEFT puts the adapter
+    policy: PeftModel | None = None  # the same with the adapter
+    choose_answers: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # `choose_tokens` of the network
 
     @abstractmethod
     def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
@@ -60,13 +64,20 @@ class EvaluatedModel(ABC):
     def temperature(self, greedy: bool) -> float:
         return 0.0 if greedy else self.settings.EVAL_TEMPERATURE
 
-    def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
-        """(N, K): `answer_probabilities` of N prompts, at EVAL_TEMPERATURE or greedily."""
-        raise NotImplementedError("vLLM does not compute the probabilities of whole answers")
+    def adapter_disabled(self, base: bool) -> contextlib.AbstractContextManager[None]:
+        """Turns the adapter off inside the block if `base` is true and there is an adapter."""
+        return self.policy.disable_adapter() if base and self.policy else contextlib.nullcontext()
 
-    def read(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
-        """The completions of `rows`, decoded and parsed as in training."""
-        return read_completions(self.tokenizer, self.stops, rows, completion_ids)
+    def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
+        """(N, K): the probability of answering each of K actions to each of N prompts, at EVAL_TEMPERATURE or greedily.
+        vLLM does not compute it."""
+        temperature = self.temperature(greedy)
+        with self.adapter_disabled(base):
+            if not self.settings.DIRECT_ANSWERS:
+                return answer_probabilities(self.network, self.tokenizer, prompts, temperature, actions)
+            prompt_ids, tokens = self.tokenizer(text=list(prompts))["input_ids"], action_tokens(self.tokenizer, actions)
+            _, chances = self.choose_answers(prompt_ids, temperature=temperature, actions=tokens)
+            return chances.double().cpu().numpy()
 
 
 class TrainedModel(EvaluatedModel):
@@ -75,18 +86,12 @@ class TrainedModel(EvaluatedModel):
     def __init__(self, trainer: Trainer):
         self.trainer, self.settings = trainer, trainer.run.settings
         self.tokenizer, self.stops = trainer._tokenizer, trainer.eos_token_ids
+        self.policy = trainer.accelerator.unwrap_model(trainer.model)
+        self.network, self.choose_answers = trainer.base_model_of(trainer.model), trainer.choose_answers
 
     def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
         prompt_ids = self.trainer._tokenize_prompts(prompts)[0]
         return self.trainer.answers(prompt_ids, samples, base, step, temperature)
-
-    def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
-        policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        temperature = self.temperature(greedy)
-        with policy.disable_adapter() if base else contextlib.nullcontext():
-            if self.settings.DIRECT_ANSWERS:
-                return direct_probabilities(self.tokenizer, prompts, actions, temperature, self.trainer.choose_answers)
-            return answer_probabilities(policy.get_base_model(), self.tokenizer, prompts, temperature, actions)
 
 
 class TransformersModel(EvaluatedModel):
@@ -101,32 +106,17 @@ class TransformersModel(EvaluatedModel):
         adapter: Path | None,
         attention: str = "eager",
     ):
-        self.settings, self.tokenizer, self.attention = settings, load_tokenizer(model_path), attention
+        self.settings, self.tokenizer = settings, load_tokenizer(model_path)
         experts = "bf16" if settings.EXPERTS in ("bf16", None) else "mxfp4"  # `shared` and `paged` need an engine
-        self.base: PreTrainedModel = in_working_type(load_model(model_path, config, attention, experts)).eval()
-        self.stops = stop_tokens(self.base.generation_config.eos_token_id, self.tokenizer)
-        self.policy: PeftModel | None = None
+        self.network = in_working_type(load_model(model_path, config, attention, experts)).eval()
+        self.stops = stop_tokens(self.network.generation_config.eos_token_id, self.tokenizer)
         if adapter is not None:
-            with experts_wrapped(self.base):
-                self.policy = PeftModel.from_pretrained(self.base, str(adapter)).eval()
-
-    def adapter_disabled(self, base: bool) -> contextlib.AbstractContextManager[None]:
-        """Turns the adapter off inside the block if `base` is true and there is an adapter."""
-        return self.policy.disable_adapter() if base and self.policy else contextlib.nullcontext()
-
-    def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
-        temperature = self.temperature(greedy)
-        with self.adapter_disabled(base):
-            if self.settings.DIRECT_ANSWERS:
-                return direct_probabilities(self.tokenizer, prompts, actions, temperature, self.choose_answers)
-            return answer_probabilities(self.base, self.tokenizer, prompts, temperature, actions)
-
-    def choose_answers(
-        self, prompt_ids: Sequence[Sequence[int]], temperature: float, actions: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`choose_tokens` for the token after each prompt."""
-        limit = BATCH_TOKENS if self.attention == "eager" else DIRECT_TOKENS
-        return choose_tokens(self.base, prompt_ids, actions, temperature, self.attention, limit, share=True)
+            with experts_wrapped(self.network):
+                self.policy = PeftModel.from_pretrained(self.network, str(adapter)).eval()
+        limit = BATCH_TOKENS if attention == "eager" else DIRECT_TOKENS
+        self.choose_answers = functools.partial(
+            choose_tokens, self.network, attention=attention, token_limit=limit, share=True
+        )
 
     @torch.no_grad()
     def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
@@ -139,13 +129,14 @@ class TransformersModel(EvaluatedModel):
         torch.manual_seed(sampling_seed(s.SEED, step, "evaluation"))
         if s.DIRECT_ANSWERS:
             with self.adapter_disabled(base):
-                tokens, _ = self.choose_answers(self.tokenizer(text=prompts)["input_ids"], temperature, [])
+                prompt_ids = self.tokenizer(text=prompts)["input_ids"]
+                tokens, _ = self.choose_answers(prompt_ids, temperature=temperature, actions=[])
             return completions_of(tokens, self.tokenizer)
-        model: Any = self.policy or self.base  # PeftModel forwards `generate`, but its type does not say so
-        with self.adapter_disabled(base), shared_prefill(self.base):
+        model: Any = self.policy or self.network  # PeftModel forwards `generate`, but its type does not say so
+        with self.adapter_disabled(base), shared_prefill(self.network):
             for start in range(0, len(prompts), chunk):
                 batch = self.tokenizer(text=prompts[start : start + chunk], padding=True, return_tensors="pt")
-                batch = batch.to(self.base.device)
+                batch = batch.to(self.network.device)
                 ids = model.generate(**batch, **options, pad_token_id=self.tokenizer.pad_token_id)
                 for row in ids[:, batch["input_ids"].shape[1] :].tolist():
                     end = next((i for i, token in enumerate(row) if token in self.stops), len(row))

@@ -10,10 +10,10 @@ import matplotlib.style
 
 from grpo.evaluate import report
 from grpo.evaluate.figures import STYLE, pictures
-from grpo.evaluate.run_data import ReportError, Run, read_examples, read_run
+from grpo.evaluate.run_data import Run, read_examples, read_run
 from grpo.evaluate.tables import HEADER, heldout_rows
 from grpo.run.durable import write_text
-from grpo.settings import format_exception
+from grpo.settings import InputError, format_exception
 
 # The template escapes every value by itself; nothing is marked as safe.
 TEMPLATES = jinja2.Environment(
@@ -41,15 +41,17 @@ def page_text(run: Run) -> str:
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html and return its path. Raises ReportError if the folder holds no run, if one of its
+    """Write `folder`/report.html and return its path. Raises InputError if the folder holds no run, if one of its
     files is damaged, or if the page cannot be written."""
     page = folder / "report.html"
     try:
         # "replace" is for lone surrogates from a JSON file, which cannot be encoded.
         write_text(page, page_text(read_run(folder)).encode("utf-8", "replace").decode("utf-8"))
     except OSError as error:
-        raise ReportError(f"the report cannot be written to {folder}: {error.strerror or error}") from error
+        raise InputError(f"the report cannot be written to {folder}: {error.strerror or error}") from error
+    except InputError:
+        raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         message = f"{folder}: a file is not as the run wrote it ({format_exception(error)})"
-        raise ReportError(f"{message}; was it edited by another program?") from error
+        raise InputError(f"{message}; was it edited by another program?") from error
     return page

@@ -14,7 +14,6 @@ from grpo.preflight.resolve import ResolvedRun
 from grpo.run import best
 from grpo.run.archive import model_card
 from grpo.run.durable import write_text
-from grpo.run.logs import banner_text
 from grpo.settings import log
 from grpo.tasks.simulator import Record, load_simulator
 
@@ -28,7 +27,6 @@ class Progress:
         self.resolved = resolved
         self.simulator = load_simulator(resolved.settings.TASK) if resolved.closed_loop.runs else None
         self.base: Columns = {}
-        self.warned = False  # whether the last evaluation called for the simulator's warning
 
     def before(self, trainer: Trainer) -> None:
         """Measure the base model, and INIT_ADAPTER as step 0. `during` needs these figures for comparison."""
@@ -51,7 +49,7 @@ class Progress:
         text = ["held-out reward -" if reward is None else f"held-out reward {reward:.3f}"]
         text += [self.simulator.summary(record, "trained")] if self.simulator and record else []
         log.info("measured %s: %s", when, ", ".join(text))
-        self.judge(trainer, columns, record)
+        self.keep_best(trainer, columns)
         return columns
 
     def after(self, trainer: Trainer) -> None:
@@ -61,8 +59,7 @@ class Progress:
             return
         results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=False)
         record = self.simulation_record(trainer, base=False)
-        chosen = self.judge(trainer, self.columns(results["after"]["reward"], record), record, last=True)
-        if chosen:
+        if chosen := self.keep_best(trainer, self.columns(results["after"]["reward"], record)):
             (log.info if chosen["better_than_base"] else log.warning)("best adapter: %s", chosen["in_words"])
 
     def evaluation(self, trainer: Trainer) -> HeldoutEvaluation:
@@ -82,14 +79,9 @@ class Progress:
         columns = {} if reward is None else {"heldout_reward": reward}
         return columns | (self.simulator.figures(record, name) if self.simulator and record else {})
 
-    def judge(self, trainer: Trainer, columns: Columns, record: Record | None, last: bool = False) -> best.Record:
-        """Keep the adapter if it is the best. Warn if the simulator's figures are worse than the base model's, once
-        when that begins and once after training. Returns best.json."""
+    def keep_best(self, trainer: Trainer, columns: Columns) -> best.Record:
+        """Keep the adapter if it is the best. Returns best.json."""
         resolved, values = self.resolved, {"step": trainer.state.global_step} | columns
-        warning = self.simulator.warning(self.base, values, record) if self.simulator and record else None
-        if warning and (last or not self.warned):
-            log.warning(banner_text(warning))
-        self.warned = warning is not None
         s = resolved.settings
         measured = {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": resolved.exact}
         episodes, rows = list(resolved.closed_loop.episodes), data_fingerprint(resolved.eval_rows)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo.evaluate.report import facts, reward_verdict, simulator_section
-from grpo.evaluate.run_data import ReportError, Run, read_json, read_run
+from grpo.evaluate.run_data import Run, read_json, read_run
 from grpo.evaluate.tables import HEADER, heldout_rows
 from grpo.plan.hub import MODEL_FILES, WEIGHTS_INDEX
 from grpo.preflight.adapter import CONFIG, on_experts
@@ -19,7 +19,7 @@ from grpo.run.archive import base_name, loading_code
 from grpo.run.durable import write_text
 from grpo.run.hub import MERGED_CODE, chosen_settings, table
 from grpo.run.layout import ADAPTER, SETTINGS
-from grpo.settings import Settings
+from grpo.settings import InputError, Settings
 from grpo.tasks.figure_text import part
 
 FORMS = {
@@ -54,7 +54,7 @@ def about_training(adapter: Path) -> str:
     settings = chosen_settings(part(record, "sources"), part(record, "settings"))
     try:
         run = read_run(folder)
-    except (ReportError, OSError):  # scripts/sft.py writes no metrics
+    except (InputError, OSError):  # scripts/sft.py writes no metrics
         return settings
     run_facts = table(["", ""], [[name, value] for name, value in facts(run) if name not in ("Run", "Last step")])
     return f"""## Data and training

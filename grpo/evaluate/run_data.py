@@ -20,7 +20,7 @@ from grpo.data.formats import is_dataset
 from grpo.data.heldout import hold_out
 from grpo.run import durable
 from grpo.run.logs import COMPLETIONS, EVALUATED, METRICS, PROMPT, function_column
-from grpo.settings import Problems, split_commas
+from grpo.settings import InputError, Problems, split_commas
 from grpo.tasks.figure_text import number, part
 from grpo.tasks.simulator import Simulator, load_simulator
 
@@ -32,10 +32,6 @@ HEAD, TAIL = 3000, 1500  # characters that the report shows of a long completion
 read_json = functools.partial(durable.read_json, empty=(OSError, ValueError))
 
 
-class ReportError(RuntimeError):
-    """A report cannot be made or written; the message says what to do."""
-
-
 def finite(values: pandas.Series) -> pandas.Series:
     """Text as numbers; NaN for text that is no finite number."""
     numbers = pandas.to_numeric(values, errors="coerce").astype(float)
@@ -44,19 +40,19 @@ def finite(values: pandas.Series) -> pandas.Series:
 
 def read_metrics(path: Path) -> pandas.DataFrame:
     """The table of metrics.csv: `step` holds whole numbers, `time` text, every other column finite numbers or NaN.
-    Raises ReportError if the file is not the log of a run."""
+    Raises InputError if the file is not the log of a run."""
     try:
         durable.require_regular(path)
     except ValueError as error:
-        raise ReportError(f"{path.parent}: {error}") from None
+        raise InputError(f"{path.parent}: {error}") from None
     text = path.read_text(encoding="utf-8", errors="replace")
     whole = text[: text.rfind("\n") + 1]  # a row without a line feed is still being written
     try:
         rows = pandas.read_csv(io.StringIO(whole or "step\n"), dtype=str, on_bad_lines="skip")
     except ValueError as error:  # pandas' own errors are ValueErrors
-        raise ReportError(f"{path} cannot be read as CSV ({error}); was it edited by another program?") from None
+        raise InputError(f"{path} cannot be read as CSV ({error}); was it edited by another program?") from None
     if "step" not in rows:
-        raise ReportError(f"{path} has no column `step`: it is not a log of train_grpo.py")
+        raise InputError(f"{path} has no column `step`: it is not a log of train_grpo.py")
     functions = [name for name in rows if name.startswith(FUNCTION)]
     rows = rows.reindex(columns=[*METRICS, *functions])
     rows = rows.assign(**{name: finite(rows[name]) for name in rows if name != "time"})
@@ -169,12 +165,12 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read the run in a folder. Raises ReportError if there is no run, or if one of its records is damaged."""
+    """Read the run in a folder. Raises InputError if there is no run, or if one of its records is damaged."""
     if not (folder / "metrics.csv").is_file():
-        raise ReportError(f"{folder}: no metrics.csv. Name a run's OUTPUT_DIR, after the run has loaded its model")
+        raise InputError(f"{folder}: no metrics.csv. Name a run's OUTPUT_DIR, after the run has loaded its model")
     names = ("settings", "evaluation", "closed_loop", "best/best")
     try:
         records = [durable.read_json(folder / f"{name}.json", empty=(FileNotFoundError,)) for name in names]
     except ValueError as error:
-        raise ReportError(f"{folder}: {error}") from None
+        raise InputError(f"{folder}: {error}") from None
     return Run(folder, read_metrics(folder / "metrics.csv"), *records)

@@ -9,8 +9,6 @@ to beat on the reported sets is the rule `charge_when_clean`.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from grpo.tasks.tes.dataset import DATA_DIR, synthetic_windows, varied
 from grpo.tasks.tes.plant import HOURS
 from grpo.tasks.tes.profiles import HELDOUT_START, Profile, profile_csv, synthetic_profile
@@ -34,7 +32,7 @@ def profile_text(name: str) -> str:
     stream = STREAMS[name]
     blocks = []
     for number, (window, generator) in enumerate(synthetic_windows(SEED, stream, COUNTS[name], HELDOUT_START)):
-        block = synthetic_profile((SEED, stream, number), len(window.dates), HELDOUT_START + timedelta(weeks=number))
+        block = synthetic_profile((SEED, stream, number), len(window.dates), window.dates[0])
         if name == "varied":
             load_kw = block.load_kw.copy()
             load_kw[:, HOURS[0] : HOURS[-1] + 1] = varied(window, generator, MOST_FACTOR).load_kw

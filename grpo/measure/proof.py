@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import shlex
@@ -14,10 +15,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-import torch
+import numpy as np
 
+from grpo.data.prompts import ANSWER_BEFORE
+from grpo.evaluate.ask import prepare
+from grpo.evaluate.models import start_model
 from grpo.measure import record
-from grpo.measure.chains import chain_figures
 from grpo.measure.proof_data import Scale, write_data
 from grpo.measure.record import Figure, figure, read_json
 from grpo.model import checkpoint
@@ -25,10 +28,13 @@ from grpo.model import gptoss_format as gptoss
 from grpo.model.gptoss_format import ModelError
 from grpo.model.load import load_model
 from grpo.model.warmup import Log, figures, write_warmed_up
+from grpo.model.warmup_rows import ACTIONS
 from grpo.plan.hub import TINY_PATH, count_parameters
+from grpo.plan.machine import read_machine
 from grpo.run.child import run_child
 from grpo.run.folder import complete_steps
 from grpo.settings import parse_value
+from grpo.tasks.tes.dataset import file_name
 from rewards import confidence_interval
 
 OTHERS = """
@@ -45,9 +51,7 @@ step_s | s | mean, without the first step
 steps | steps |
 """
 CHAINS = """
-plan_0_base plan_1_base plan_2_base plan_3_base plan_best_base | share | of held-out chains, before
-plan_0_trained plan_1_trained plan_2_trained plan_3_trained plan_best_trained | share | of held-out chains, after
-numbers_right_base numbers_right_trained | share | of held-out chains
+plan_best_base plan_best_trained | share | of held-out chains
 reward_chain_base_answer_base reward_chain_trained_answer_base | reward | expected, the base model's answers
 reward_chain_base_answer_trained reward_chain_trained_answer_trained | reward | expected, the trained model's answers
 """
@@ -55,10 +59,8 @@ reward_chain_base_answer_trained reward_chain_trained_answer_trained | reward | 
 
 def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
     """Writes OUT/data and OUT/model, with figures of the warm-up in OUT/model/warmup.json. Raises ModelError where the
-    device or the tokenizer is missing."""
+    tokenizer is missing."""
     started, model_dir, recipe = time.perf_counter(), options.out / "model", scale.recipe
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError("--device cuda: PyTorch sees no GPU here; choose --device cpu --scale small")
     if options.tokenizer is None and recipe.prompt == "full":
         raise ModelError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
     write_data(options.out / "data", scale)
@@ -87,8 +89,8 @@ def run_settings(options: argparse.Namespace, scale: Scale) -> dict[str, str]:
     direct = parse_value("DIRECT_ANSWERS", overrides.get("DIRECT_ANSWERS", "0"))
     return {
         "MODEL_ID": str(out / "model"),
-        "DATA": str(out / "data" / "tes_train.csv"),
-        "EVAL_DATA": str(out / "data" / "tes_heldout.csv"),
+        "DATA": str(out / "data" / file_name("train", scale.recipe.prompt)),
+        "EVAL_DATA": str(out / "data" / file_name("heldout", scale.recipe.prompt)),
         "EVAL_PROFILE": str(out / "data" / "profile_heldout.csv"),
         "OUTPUT_DIR": str(out / "run"),
         **scale.settings,
@@ -124,6 +126,30 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
         figures = chain_figures(Path(settings["OUTPUT_DIR"]), Path(settings["EVAL_DATA"]))
         checkpoint.write_json(options.out / "chains.json", figures)
     return code
+
+
+def chain_figures(run: Path, heldout: Path) -> record.Json:
+    """How often the plans of the base model and of the adapter in `run` are the best action, in one chain for each
+    held-out prompt at EVAL_TEMPERATURE, and the expected reward of both models' answers behind both models' chains. The
+    answers are not sampled."""
+    options = argparse.Namespace(adapter=run, model=None, serve=False, csv=heldout, system=None, out=None)
+    settings, files, rows = prepare(options)
+    model = start_model(settings, files, run, read_machine(), use_vllm=False)
+    prompts = [row.prompt for row in rows]
+    rewards = np.array([[float(str(row.columns[f"reward_action_{k}"])) for k in range(ACTIONS)] for row in rows])
+    chains: dict[str, list[str]] = {}
+    figures: dict[str, float] = {}
+    for name in ("base", "trained"):
+        completions = model.tokenizer.batch_decode(model.complete(prompts, base=name == "base"))
+        chains[name] = [text.partition(ANSWER_BEFORE)[0] for text in completions]
+        pairs = zip(chains[name], rewards, strict=True)
+        is_best = [f"action {reward.argmax()}<|end|>" in chain for chain, reward in pairs]
+        figures[f"plan_best_{name}"] = float(np.mean(is_best))
+    for chain, answer in itertools.product(chains, chains):
+        opened = [prompt + text for prompt, text in zip(prompts, chains[chain], strict=True)]
+        shares = model.probabilities(opened, ACTIONS, greedy=False, base=answer == "base")
+        figures[f"reward_chain_{chain}_answer_{answer}"] = float((shares * rewards).sum(-1).mean())
+    return figures
 
 
 def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:

@@ -5,17 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import date, timedelta
 from pathlib import Path
-from typing import Any
 
 from grpo.measure.record import environment
 from grpo.model.gptoss_format import Shape
 from grpo.model.warmup import TINY_RECIPE, Recipe
-from grpo.tasks.tes import dataset
-from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH
-from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, profile_csv, synthetic_profile
-from grpo.tasks.tes.prompts import State
+from grpo.tasks.tes.dataset import synthetic_files
 
 
 @dataclass(frozen=True)
@@ -72,26 +67,10 @@ def reasoning(scale: Scale) -> Scale:
 
 
 def write_data(folder: Path, scale: Scale) -> None:
-    """The CSVs of the run: training rows, held-out rows, and the hourly profile of the held-out windows.
-
-    As in data/, short hours make up `SHORT_SHARE` of the training rows; held-out rows are as they come.
-    """
+    """Writes the CSVs of the run, made as those under data/: training rows with short hours, held-out rows, and the
+    hourly profile of the held-out windows."""
+    prompt = scale.recipe.prompt
+    windows = {prompt: scale.train_windows}, {prompt: scale.heldout_windows}
     folder.mkdir(parents=True, exist_ok=True)
-
-    def decisions(stream: int, count: int, start: date, energy: float | None) -> list[tuple[dict[str, Any], State]]:
-        windows = dataset.synthetic_windows(DATA_SEED, stream, count, start)
-        prompt = scale.recipe.prompt
-        return [row for window, rng in windows for row in dataset.trajectory(window, rng, prompt, energy)]
-
-    train = dataset.with_short_hours(
-        decisions(dataset.TRAIN_STREAM, scale.train_windows, TRAIN_START, None),
-        dataset.short_windows(DATA_SEED), scale.recipe.prompt, dataset.SHORT_SHARE,
-    )  # fmt: skip
-    heldout = [row for row, _ in decisions(dataset.HELDOUT_STREAM, scale.heldout_windows, HELDOUT_START, START_KWH)]
-    for stem, rows in (("train", train), ("heldout", heldout)):
-        (folder / f"tes_{stem}.csv").write_bytes(dataset.rows_csv(rows).encode())
-    days = [HELDOUT_START + timedelta(weeks=i) for i in range(scale.heldout_windows)]
-    blocks = [
-        synthetic_profile((DATA_SEED, dataset.HELDOUT_STREAM, i), DECISION_DAYS + 1, day) for i, day in enumerate(days)
-    ]
-    (folder / "profile_heldout.csv").write_bytes(profile_csv(blocks).encode())
+    for name, text in synthetic_files(DATA_SEED, (prompt,), *windows, factor={prompt: 1.0}):
+        (folder / name).write_bytes(text.encode())

@@ -53,14 +53,14 @@ def figure(name: str, value: float, unit: str, note: str = "") -> Figure:
     return Figure(name=name, value=value, unit=unit, note=note)
 
 
-def tabled(table: str, values: Json, prefix: str = "") -> list[Figure]:
+def tabled(table: str, values: Json) -> list[Figure]:
     """The figures of a table with lines `names | unit | note` that `values` holds, in the table's order. A note may
-    name other values in braces. `prefix` is put before every name."""
+    name other values in braces."""
     figures = []
     for line in table.strip().splitlines():
         names, unit, note = (cell.strip() for cell in line.split("|"))
         present = [name for name in names.split() if values.get(name) is not None]
-        figures += [figure(prefix + name, values[name], unit, note.format(**values)) for name in present]
+        figures += [figure(name, values[name], unit, note.format(**values)) for name in present]
     return figures
 
 

@@ -22,7 +22,7 @@ from grpo.learn.learner import Batch
 from grpo.learn.trainer import Trainer
 from grpo.measure import variants
 from grpo.measure.record import BENCH, Figure, Json, steps_of, tabled, write
-from grpo.measure.variants import Function, Variant, free_gib, intercept, occupy, policy_of
+from grpo.measure.variants import Function, free_gib, intercept, occupy, policy_of
 from grpo.model.load import TABLES, quantized_experts, tables_of
 from grpo.plan.machine import GIB, read_machine
 from grpo.rollout import engine as rollout_engine
@@ -55,6 +55,7 @@ base_changed | tensors | of the trainer's frozen weights, whose sum of bits is a
 lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose sum of bits is another after training
 """
 COLUMNS = ("step_s", "rollout_s", "learn_s", "wake_s", "handover_s", "sleep_s", "reward_s")  # columns of metrics.csv
+CHILD = "run"  # name of the process that runs
 UNTOUCHED = ("base_changed", "lent_changed")  # These must be 0.
 
 
@@ -169,19 +170,19 @@ class RunWatch:
         return {name: value for name, value in values.items() if value == value}  # A figure that the run lacks is NaN.
 
 
-def run_figures(variant: Variant, values: Json, prefix: str) -> list[Figure]:
-    """Figures of a variant's run."""
-    words = ", ".join(filter(None, [values["size"], variant.describe()]))
-    return tabled(RUN, values | {"words": words}, prefix)
+def run_figures(options: argparse.Namespace, values: Json) -> list[Figure]:
+    """The figures of the run that the options ask for."""
+    words = [values["size"], *(f"{name}={value}" for name, value in options.set)]
+    if options.free_gib:
+        words.append(f"all but {options.free_gib:g} GiB of the GPU occupied")
+    return tabled(RUN, values | {"words": ", ".join(words)})
 
 
 def rollout_child(options: argparse.Namespace) -> int:
-    """Measures one variant in this process. Returns the run's exit code, or 1 if a weight was written that does not
-    learn."""
-    (variant,) = (variant for variant in options.variants if variant.name == options.child)
+    """Measures the run in this process. Returns its exit code, or 1 if a weight was written that does not learn."""
     with contextlib.ExitStack() as stack:
         watch = RunWatch(stack, options.kernels, options.tokens)
-        os.environ |= variants.run_settings(options, {"MAX_COMPLETION_LEN": 512, **variant.settings})
+        os.environ |= variants.run_settings(options, {"MAX_COMPLETION_LEN": 512, **dict(options.set)})
         if code := options.main([]):
             return code
         values = watch.values(Path(options.run))
@@ -190,22 +191,14 @@ def rollout_child(options: argparse.Namespace) -> int:
 
 
 def bench_rollout(options: argparse.Namespace) -> int:
-    """The variants, one after the other, each in a process of its own; the JSON is written after each. Returns 1 if one
-    fails, or if a weight was written that does not learn."""
+    """Measures a run in a process of its own, beside this one, which may occupy the GPU. Returns the exit code of that
+    process."""
     if options.child:
         return rollout_child(options)
-    failed, figures = False, []
-    for variant in options.variants:
-        if not (options.resume and variants.read_result(options, variant.name)):
-            variants.result_path(options, variant.name).unlink(missing_ok=True)
-            ballast = occupy(variant.free_gib) if variant.free_gib else None
-            if code := run_child([sys.executable, str(BENCH), *sys.argv[1:], "--child", variant.name]):
-                print(f"{variant.name} ended with exit code {code}", file=sys.stderr)
-                failed = True
-            del ballast
-            torch.cuda.empty_cache()
-        if values := variants.read_result(options, variant.name):
-            prefix = f"{variant.name.replace('-', '_')}_" if options.variant else ""
-            figures += run_figures(variant, values, prefix)
-            write(Path(options.out), figures)
-    return int(failed)
+    variants.result_path(options, CHILD).unlink(missing_ok=True)
+    ballast = occupy(options.free_gib) if options.free_gib else None
+    code = run_child([sys.executable, str(BENCH), *sys.argv[1:], "--child", CHILD])
+    del ballast
+    if values := variants.read_result(options, CHILD):
+        write(Path(options.out), run_figures(options, values))
+    return code

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What measurements of runs share: settings, variants, results of child processes, and watched functions."""
+"""What measurements of runs share: settings, results of child processes, and watched functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,41 +67,23 @@ def occupy(leave_gib: float) -> torch.Tensor:
     return torch.empty(max(0, size), dtype=torch.uint8, device="cuda")
 
 
-@dataclass(frozen=True)
-class Variant:
-    """Settings of a run under a name, and the GiB of the GPU that are left to it (None: all that are free)."""
-
-    name: str
-    settings: Mapping[str, str]
-    free_gib: float | None = None
-
-    def describe(self) -> str:
-        """The variant in words, for the figures' notes."""
-        words = [f"{name}={value}" for name, value in self.settings.items()]
-        if self.free_gib:
-            words.append(f"all but {self.free_gib:g} GiB of the GPU occupied")
-        return ", ".join(words)
-
-
 def result_path(options: argparse.Namespace, child: str) -> Path:
     """The JSON that a child process writes, beside the run's folder."""
     return Path(options.run).absolute().with_name(f"{options.command}-{child}.json")
 
 
-def subject_of(options: argparse.Namespace, child: str) -> list[str]:
-    """What a child measures: commit, options and variant. Results of another subject are not used."""
-    variants = [variant for variant in getattr(options, "variants", ()) if variant.name == child]
-    names = ("model", "data", "set", "tokens", "kernels")
-    return [commit(), *(str(getattr(options, name, "")) for name in names), str(variants)]
+def subject_of(options: argparse.Namespace) -> list[str]:
+    """What is measured: the commit and the options. Results of another subject are not used."""
+    return [commit(), *(str(getattr(options, name, "")) for name in ("model", "data", "set"))]
 
 
 def write_result(options: argparse.Namespace, child: str, values: Json) -> None:
     """Writes what a child has measured."""
-    record = {"subject": subject_of(options, child), **values}
+    record = {"subject": subject_of(options), **values}
     result_path(options, child).write_text(json.dumps(record), encoding="utf-8")
 
 
 def read_result(options: argparse.Namespace, child: str) -> Json:
     """What a child has measured of this subject; empty if it has not."""
     record = read_json(result_path(options, child))
-    return record if record.get("subject") == subject_of(options, child) else {}
+    return record if record.get("subject") == subject_of(options) else {}

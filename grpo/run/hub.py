@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishing on the Hub: parts of a card, what would be uploaded, and the upload."""
+"""Publishing on the Hub: parts of a card, and the upload."""
 
 from __future__ import annotations
 
@@ -38,26 +38,14 @@ def chosen_settings(sources: Mapping[str, str], values: Record) -> str:
     return f"## Settings\n\nThose that are not train_grpo.py's defaults.\n\n{rows}\n"
 
 
-def listing(folder: Path, repo: str) -> str:
-    """What `upload` would send: the files with their sizes, and the card."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = [f"  {path.relative_to(folder)}  {path.stat().st_size:,} bytes" for path in paths]
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    return "\n".join([f"would be uploaded to {repo} (made private if it is new):", *files, "", card])
-
-
-def check_account(repo: str, dry: bool = False) -> None:
-    """Checks, before anything takes time, that the Hub takes the name and, unless `dry`, that it knows the token.
-    Raises InputError."""
+def check_account(repo: str) -> None:
+    """Checks, before anything takes time, that the Hub takes the name and knows the token. Raises InputError."""
     try:
         from huggingface_hub import HfApi  # Imported here, as a card does not need it.
         from huggingface_hub.utils import validate_repo_id
 
         validate_repo_id(repo)
-        if "/" not in repo:
-            raise ValueError("that is not the name of a repository")
-        if not dry:
-            HfApi().whoami()
+        HfApi().whoami()
     except Exception as error:  # huggingface_hub raises many types: no token, no network, a refusal.
         fault = f"--push {repo}: it cannot be uploaded ({format_exception(error)})"
         token = "run `hf auth login` or set HF_TOKEN to a token that may write there"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -109,11 +109,6 @@ class Simulator(ABC):
         """The figures of the model `name` for a line of the log."""
         figures = self.figures(record, name).items()
         return ", ".join(f"{column.replace('_', ' ')} {value:,.1f}" for column, value in figures)
-
-    def warning(self, base: Mapping[str, float], now: Mapping[str, float], record: Record) -> str | None:
-        """A warning if the trained model acts worse than the base model although its held-out reward is higher, or
-        None. `base` and `now` are columns of metrics.csv, `now` with `step`."""
-        return None
 
     @abstractmethod
     def table(self, record: Record) -> str:

@@ -22,8 +22,8 @@ from stub_vllm import stub_engine
 import train_grpo
 from grpo.evaluate.adapter import recorded_settings
 from grpo.evaluate.models import VllmModel
-from grpo.evaluate.simulation import measure_simulation, new_record
-from grpo.plan.hub import find_model
+from grpo.evaluate.simulation import new_record
+from grpo.plan.hub import find_model, read_json
 from grpo.rollout.engine import EngineError
 from grpo.run.durable import sealed
 from grpo.settings import Problems, Settings, load_settings
@@ -52,12 +52,8 @@ def run(tiny, tmp_path_factory):
     return SimpleNamespace(folder=folder / "run", settings=settings, output=done.stdout, profile=profile)
 
 
-def read(folder, name):
-    return json.loads((folder / name).read_text(encoding="utf-8"))
-
-
 def test_a_run_leaves_both_evaluations(run):
-    result = read(run.folder, "evaluation.json")
+    result = read_json(run.folder / "evaluation.json")
     assert result["temperature"] == 0.5 and result["exact"] is False
     for part in (result[name] for name in ("before", "before_greedy", "after", "after_greedy")):
         assert part["reward"] + part["regret"] == pytest.approx(result["oracle"])
@@ -65,31 +61,13 @@ def test_a_run_leaves_both_evaluations(run):
         assert part["parse_rate"] == pytest.approx(1 - part["unparsed"] / 12)
     gain = result["after"]["reward"] - result["before"]["reward"]
     assert result["difference"]["reward"] == pytest.approx(gain)
-    record = read(run.folder, "closed_loop.json")
+    record = read_json(run.folder / "closed_loop.json")
     check_schema(record, set(ASKED))
     assert record["profiles"] == ["days.csv"] and record["samples"] == 1
     assert len(record["windows"]) == 3 and record["totals"]["base"]["answers"] == 90
     assert record["sampling"]["prompt"] == "compact" and record["sampling"]["eval_temperature"] == 0.5
     for words in ("trained - base model", "trained against base", "base model, greedy", "best adapter: step"):
         assert words in run.output
-
-
-def test_a_resumed_run_keeps_what_was_measured_before_it(run, tmp_path):
-    """Marked figures stay where they belong to the start, and are measured again where they belong to the end."""
-    folder = tmp_path / "run"
-    shutil.copytree(run.folder, folder)
-    result, record = read(folder, "evaluation.json"), read(folder, "closed_loop.json")
-    result["before"]["reward"] = result["after"]["reward"] = 0.123
-    for entry in record["windows"]:
-        for name in ("base", "trained"):
-            entry["policies"][name]["unparsed"] = 77
-    (folder / "evaluation.json").write_text(json.dumps(sealed(result)))
-    (folder / "closed_loop.json").write_text(json.dumps(sealed(record)))
-    done = run_script(**run.settings | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 3})
-    assert done.returncode == 0, done.stdout + done.stderr
-    result, record = read(folder, "evaluation.json"), read(folder, "closed_loop.json")
-    assert result["before"]["reward"] == 0.123 != result["after"]["reward"]
-    assert record["totals"]["base"]["unparsed"] == 3 * 77 and record["totals"]["trained"]["unparsed"] < 77
 
 
 def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path, capsys, monkeypatch):
@@ -99,7 +77,7 @@ def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path, capsys, mo
     arguments = [run.folder / "checkpoint-2", "--base-too", "--profile", run.profile, "--out", out]
     assert ev.main([str(argument) for argument in arguments]) == 0
     assert "compact prompts (as in EVAL_DATA)" in capsys.readouterr().out
-    record, own = json.loads(out.read_text()), read(run.folder, "closed_loop.json")
+    record, own = read_json(out), read_json(run.folder / "closed_loop.json")
     assert record["sampling"] == own["sampling"], "the run's settings, not the environment's"
     for name in ASKED:
         for mine, theirs in zip(record["windows"], own["windows"], strict=True):
@@ -124,7 +102,7 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     stub = model.engine.llm
     assert [request and request.lora_path for request in stub.requests] == [None, str(folder.resolve())]
     assert stub.calls[:2] == ["sleep", "wake_up"] and "sleep" not in stub.calls[2:], "awake from the start on"
-    config = json.loads((folder / "adapter_config.json").read_text())
+    config = read_json(folder / "adapter_config.json")
     (folder / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": ["1.mlp.experts.down_proj"]}))
     wider = VllmModel(settings, files, str(tiny), folder, H100, prompts).engine.llm.lora_target_modules
     assert (stub.lora_target_modules, wider) == (["qkv_proj", "o_proj"], ["qkv_proj", "o_proj", "experts"])
@@ -132,32 +110,14 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
         VllmModel(settings, files, str(tiny), None, dataclasses.replace(H100, gpu_free=0.0), prompts)
 
 
-@pytest.fixture
-def in_a_run(tmp_path):
-    """What an evaluation needs of a run over the demo's windows: (trainer, resolved run)."""
-    plan = make_plan(Settings(), [PROFILE], "EVAL_PROFILE", "full", None, Problems())
-    run = SimpleNamespace(settings=Settings(), folder=tmp_path)
-    trainer = SimpleNamespace(run=run, _tokenizer=mock.Mock(), eos_token_ids=[])
-    trainer._tokenizer.batch_decode = lambda ids, **options: ["[0]"] * len(ids)
-    return trainer, SimpleNamespace(closed_loop=plan, settings=run.settings, exact_loop=False)
-
-
-def test_a_run_that_is_ended_in_the_closed_loop_leaves_no_part_of_it(monkeypatch, in_a_run, tmp_path):
-    trainer, resolved = in_a_run
-    answers = [[[0]] * 4 * 5, KeyboardInterrupt]  # as train_grpo's handler of signals raises it
-    monkeypatch.setattr("grpo.evaluate.models.TrainedModel.complete", mock.Mock(side_effect=answers))
-    with pytest.raises(KeyboardInterrupt):
-        measure_simulation(SIMULATOR, resolved, trainer, base=True)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(("seed", "is_taken"), [("42", True), ("43", False)])
-def test_a_damaged_closed_loop_is_not_taken_over(monkeypatch, in_a_run, tmp_path, seed, is_taken):
+def test_a_damaged_closed_loop_is_not_taken_over(monkeypatch, tmp_path, seed, is_taken):
+    plan = make_plan(Settings(), [PROFILE], "EVAL_PROFILE", "full", None, Problems())
     text = json.dumps(sealed({"sampling": {"seed": 42}}))
     (tmp_path / "closed_loop.json").write_text(text.replace("42", seed))
-    monkeypatch.setattr("grpo.tasks.tes.record.keep_base", keep := mock.Mock())
-    trainer, resolved = in_a_run
-    new_record(SIMULATOR, resolved, trainer)
+    monkeypatch.setattr(SIMULATOR, "keep_base", keep := mock.Mock())
+    resolved = SimpleNamespace(closed_loop=plan, settings=Settings(), exact_loop=False)
+    new_record(SIMULATOR, resolved, SimpleNamespace(run=SimpleNamespace(folder=tmp_path)))
     assert keep.called == is_taken
 
 

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import zipfile
-from types import SimpleNamespace
 
 import pytest
 import runs
@@ -16,31 +13,10 @@ from peft import PeftModel
 from trainers import make
 from transformers.trainer_callback import TrainerCallback
 
-from grpo.evaluate.progress import Progress
 from grpo.model.load import load_model
-from grpo.plan.hub import find_model
+from grpo.plan.hub import find_model, read_json
 from grpo.run.folder import ADAPTER, BEST
-from grpo.settings import Problems, Settings
-from grpo.tasks.simulator import SimulationPlan
-
-
-def test_a_warning_of_the_simulator_is_shown_when_it_begins_and_at_the_end(tmp_path, caplog, monkeypatch):
-    resolved = SimpleNamespace(
-        exact=True, best_by="plant", settings=Settings(), closed_loop=SimulationPlan(runs=True), eval_rows=[]
-    )
-    progress = Progress(resolved)
-    progress.base = {"heldout_reward": 0.4, "plant_regret": 20.0, "plant_unserved_kwh": 10.0}
-    monkeypatch.setattr("grpo.run.best.keep_best", lambda *arguments: {})
-    record, shown = {"exact": True, "difference": {}}, []
-    for step, regret in enumerate((10.0, 30.0, 31.0, 9.0, 40.0, 41.0), 1):
-        state = SimpleNamespace(global_step=step)
-        trainer = SimpleNamespace(run=SimpleNamespace(folder=tmp_path), state=state)
-        caplog.clear()
-        with caplog.at_level(logging.INFO, "train_grpo"):
-            columns = {"heldout_reward": 0.5, "plant_regret": regret, "plant_unserved_kwh": 50.0}
-            progress.judge(trainer, columns, record, last=step == 6)
-        shown.append("====" in caplog.text and "gets WORSE" in caplog.text)
-    assert shown == [False, True, False, False, True, True]
+from grpo.settings import Problems
 
 
 def test_what_is_measured_reaches_logs_and_trackers_and_is_no_part_of_the_step(tiny, tmp_path):
@@ -82,13 +58,11 @@ def measured(tiny, tmp_path_factory):
     return folder / "run", inputs
 
 
-def read(folder, name):
-    return json.loads((folder / name).read_text(encoding="utf-8"))
-
-
 def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
     folder, _ = measured
-    evaluation, plant, best = (read(folder, name) for name in ("evaluation.json", "closed_loop.json", "best/best.json"))
+    evaluation, plant, best = (
+        read_json(folder / name) for name in ("evaluation.json", "closed_loop.json", "best/best.json")
+    )
     rows, evaluated = read_csv(folder / "metrics.csv"), best["evaluated"]
     assert [bool(row["plant_regret"]) for row in rows] == [False, True, False, True, False]
     assert [figures["step"] for figures in evaluated] == [2, 4, 5]
@@ -116,7 +90,7 @@ def test_evaluations_leave_no_trace_in_what_is_learned(measured, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for name in (ADAPTER, "completions.csv"):
         assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
-    assert [figures["step"] for figures in read(tmp_path / "run", "best/best.json")["evaluated"]] == [5]
+    assert [figures["step"] for figures in read_json(tmp_path / "run" / "best/best.json")["evaluated"]] == [5]
 
 
 def test_a_killed_run_ends_with_the_same_figures_and_the_same_best(measured, tmp_path):
@@ -126,7 +100,7 @@ def test_a_killed_run_ends_with_the_same_figures_and_the_same_best(measured, tmp
     process = runs.start_held(folder, 4, **SETTINGS | inputs)
     process.kill()
     runs.finish(process)
-    assert [figures["step"] for figures in read(folder, "best/best.json")["evaluated"]] == [2, 4]
+    assert [figures["step"] for figures in read_json(folder / "best/best.json")["evaluated"]] == [2, 4]
     (folder / BEST).rename(folder / "best.old")  # as if killed between the two renames
     done = run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": folder})
     assert done.returncode == 0 and "continuing from step 3" in done.stdout, done.stdout + done.stderr
@@ -134,4 +108,4 @@ def test_a_killed_run_ends_with_the_same_figures_and_the_same_best(measured, tmp
     for name in (ADAPTER, "best.json", "README.md"):  # adapter_config.json lists modules in any order
         assert (folder / BEST / name).read_bytes() == (whole / BEST / name).read_bytes(), name
     for name in ("evaluation.json", "closed_loop.json"):
-        assert read(folder, name) == read(whole, name)
+        assert read_json(folder / name) == read_json(whole / name)

@@ -61,26 +61,20 @@ def test_an_adapter_with_its_card(run, hub, tmp_path, capsys):
     assert "\nStep 5 is the best.\n" in best and "dequantize=True" in best and "dequantize" not in card
 
 
-def test_a_merged_model(run, hub, tmp_path, capsys):
+def test_a_merged_model(run, hub, tmp_path):
     arguments = [str(run), "--out", str(tmp_path / "out"), "--push", "me/merged"]
-    assert main([*arguments, "--dry-run"]) == 0 and not hub.asked
-    assert "would be uploaded to me/merged" in capsys.readouterr().out
-    shutil.rmtree(tmp_path / "out")
     assert main(arguments) == 0
     files = hub.repos["models", "me/merged"].files
     assert set(load(files["model.safetensors"])) and "library_name: transformers" in files["README.md"].decode()
 
 
-@pytest.mark.parametrize("repo", ["me/two words", "me/x.git", "x"])
-def test_a_dry_run_refuses_what_the_hub_would(run, hub, capsys, repo):
-    assert main([str(run), "--push", repo, "--dry-run"]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"--push {repo}: ") and not printed.out and not hub.asked
-
-
 @pytest.mark.parametrize(
     ("token", "repo", "code", "message"),
-    [("hf_wrong", "me/x", 2, "Invalid user token"), (STRANGER, "me/x", 1, "no write access")],
+    [
+        (TOKEN, "me/two words", 2, "--push me/two words: "),
+        ("hf_wrong", "me/x", 2, "Invalid user token"),
+        (STRANGER, "me/x", 1, "no write access"),
+    ],
 )
 def test_what_the_hub_refuses(run, hub, tmp_path, capsys, monkeypatch, token, repo, code, message):
     """Before the export where that can be known; what was written stays."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import html
 import json
 import re
@@ -13,31 +12,20 @@ from pathlib import Path
 import pandas
 import pytest
 import report
-from run_folders import EVALUATION, GPU, metrics_row, write_run
+from run_folders import EVALUATION, GPU, metrics_row, plant_record, write_run
 
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_data
 from grpo.evaluate.figures import CURVES
 from grpo.evaluate.page import write_report
-from grpo.evaluate.report import reward_verdict
 from grpo.evaluate.run_data import read_examples, read_metrics, read_run
+from grpo.evaluate.tables import table
 from grpo.settings import Problems
 
 
 def completion_row(step: int, text: str = "[1]", **cells: object) -> dict[str, object]:
     row = {"step": step, "prompt_id": "days:1", "completion": text, "parsed_action": 1, "reward": 0.5}
     return row | {"best_action": 1, "tokens": 7, "truncated": 0} | cells
-
-
-def closed_loop(*names: str) -> dict:
-    """A record of the plant in which `names` ran beside the base, the trained model and the optimum."""
-    totals = {}
-    for place, name in enumerate(("base", "trained", "optimum", *names)):
-        totals[name] = {"co2_kg": 100.0, "unserved_kwh": 7.0 * place, "storage_cycled_kwh": 5.0, "unparsed": 1}
-        totals[name] |= {"answers": 90, "regret_percent": 20.0 - place, "regret_percent_low": 15.0}
-        totals[name] |= {"regret_percent_high": 22.0, "unserved_windows": place, "worst_unserved_kwh": 6.5}
-        totals[name]["worst_window"] = "days: 2025-07-07" if place else None
-    return {"totals": totals, "difference": {"regret_percent": -9.0}, "windows": [{}] * 5}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +39,7 @@ def full(tmp_path_factory) -> Path:
     ]
     record = {"settings": {"TOTAL_STEPS": 30, "DATA": "/home/someone/days.csv", "LORA_R": 4}}
     record |= {"sources": {"DATA": "environment", "LORA_R": "default"}, "choices": {"rollouts": [True, "a GPU"]}}
-    files = {"settings": record, "evaluation": EVALUATION, "closed_loop": closed_loop("always_0")}
+    files = {"settings": record, "evaluation": EVALUATION, "closed_loop": plant_record("always_0")}
     folder = write_run(tmp_path_factory.mktemp("runs") / "\u5b9f\u9a13", metrics, samples, **files)
     (folder / "best").mkdir()
     (folder / "best" / "best.json").write_text(json.dumps({"step": 10, "in_words": "step 10 is the best"}))
@@ -78,7 +66,8 @@ def test_the_page_of_a_full_run_is_one_file_without_network_and_tells_all(full):
         assert base64.b64decode(source.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
     text = text_of(full)
     words = [
-        "\u5b9f\u9a13: training report", "30 of 30", "Held-out reward changed by +0.200",
+        "\u5b9f\u9a13: training report", "30 of 30", "|always [0]|", "|oracle|",
+        "changed by +0.200 (95% interval +0.150 to +0.250), from 0.400 to 0.600: the trained model is better",
         "Load the adapter in best/: step 10 is the best.", "0.400 (0.370 to 0.430)", "|20.0 (15.0 to 22.0)|",
         "|days: 2025-07-07 (6.5)|", "characters left out", "|a GPU|",
         "step 1, days:1: action 1, best 1,\nreward 0.9, 7 tokens",
@@ -86,17 +75,6 @@ def test_the_page_of_a_full_run_is_one_file_without_network_and_tells_all(full):
     ]  # fmt: skip
     assert [word for word in words if word not in text] == []
     assert "someone" not in text and "|DATA|" in text and "|LORA_R|" not in text
-
-
-VERDICTS = [(0.1, 0.3, "is better than"), (-0.1, 0.3, "cannot tell"), (-0.3, -0.1, "is worse than")]
-
-
-@pytest.mark.parametrize("low, high, words", [*VERDICTS, (None, None, "cannot tell")])
-def test_the_verdict_follows_the_interval(full, low, high, words):
-    difference = {"reward": 0.2, "reward_low": low, "reward_high": high}
-    run = dataclasses.replace(read_run(full), evaluation=EVALUATION | {"difference": difference})
-    verdict = reward_verdict(run)
-    assert words in verdict and "+0.200" in verdict and ("95% interval" in verdict) == (low is not None)
 
 
 @pytest.mark.parametrize("steps, figures", [(0, 0), (3, 7)])
@@ -138,7 +116,11 @@ def test_markup_is_escaped_in_every_place_a_run_can_put_it(tmp_path):
     record = {"settings": dict.fromkeys(names, evil), "sources": {evil: evil, "DATA": evil}}
     record |= {"machine": {"gpu": evil}, "choices": {"rollouts": [evil, evil], evil: [True, evil]}}
     columns = {"prompt_id": evil, "parsed_action": evil, "best_action": evil, "tokens": evil}
-    files = {"settings": record, "evaluation": EVALUATION | {"constant_action": evil}, "closed_loop": closed_loop(evil)}
+    files = {
+        "settings": record,
+        "evaluation": EVALUATION | {"constant_action": evil},
+        "closed_loop": plant_record(evil),
+    }
     rows, samples = [metrics_row(1, time=evil), metrics_row(2, time=evil)], [completion_row(1, evil, **columns)]
     folder = write_run(tmp_path / f"run {evil.replace('/', '')}", rows, samples, **files)
     (folder / "best").mkdir()
@@ -180,6 +162,20 @@ def test_evaluated_steps_lie_between_the_base_model_and_the_trained_one(full, tm
     assert steps.to_numpy().tolist() == [[0.4, 20, 0], [0.5, 9, 2], [0.6, 19, 7]]
     metrics = [metrics_row(1, heldout_reward=0.5)]  # The run ended at an evaluated step.
     assert read_run(write_run(tmp_path / "run", metrics)).evaluated()["heldout_reward"].tolist() == [0.5]
+
+
+def test_the_table_of_the_terminal_names_models_references_and_functions():
+    """A function or a whole model without a reward has a dash, and then there is no difference."""
+    figures = {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6, "parse_rate": 1.0}
+    none = dict.fromkeys(("reward", "reward_low", "reward_high"))
+    results = {"exact": False, "samples": 2, "temperature": 0.5, "by_day": True, "before_greedy": none}
+    results |= {"before": figures, "after_greedy": figures, "after": figures | {"functions": {"a": figures, "b": none}}}
+    lines = [line.split() for line in table(results).splitlines()]
+    assert " ".join(lines[0]).endswith("0.5, 2 completions a prompt, 95% interval over prompts, of a day together")
+    spread = ["0.500", "(0.400", "to", "0.600)"]
+    assert ["base", "model", *spread, "-", "1.00", "-", "-"] in lines
+    assert ["base", "model,", "greedy", "-", "-", "-", "-", "-"] in lines
+    assert lines[lines.index(["a:"]) + 2] == ["trained", *spread]
 
 
 DAMAGED = [

@@ -37,7 +37,8 @@ def test_a_fault_comes_in_its_phase(tiny, tmp_path, monkeypatch, fault):
 
 
 DEAD = "generating failed (RuntimeError: EngineCore died)"
-# Exit codes of the four starts, the message of each, prompts of the second run's steps, and what bench.py returns.
+# Exit codes of the four starts, the message of the dying engine's, prompts of the second run's steps, and what bench.py
+# returns.
 ENDS = [
     ((0, 137, 4, 0), DEAD, "ab", 0),
     ((0, 0, 4, 0), DEAD, "ab", 1),  # The kill went by unseen,
@@ -68,7 +69,7 @@ def test_faults_must_be_seen_and_continued(tmp_path, monkeypatch, codes, message
         (folder / "completions.csv").write_text("prompt_id\n" + "\n".join(ids))
         with zipfile.ZipFile(folder.with_name(f"{folder.name}.zip"), "w") as archive:
             archive.write(folder / "metrics.csv")
-        output.write(f"20:16:00 C train_grpo: {message}\nbye\n")
+        output.write(f"20:16:00 C train_grpo: {message if starts[-1].startswith('dying') else DEAD}\nbye\n")
         return remaining.pop(0)
 
     monkeypatch.setattr(faults, "run_child", run)
@@ -78,17 +79,3 @@ def test_faults_must_be_seen_and_continued(tmp_path, monkeypatch, codes, message
     assert starts == ["", "kill:wake:1", "dying:generate:2", ""]
     figures = {row["name"]: row["value"] for row in record.read_json(out)["figures"]}
     assert figures["kill_at_wake"] == (codes[1] == 137) and figures["rows_whole"] == (prompts == "ab")
-
-
-def test_the_message_is_that_of_this_start(tmp_path, monkeypatch):
-    outputs = ["C train_grpo: out of memory\n20:16:00 C train_grpo: free some\nbye", "I train_grpo: on"]
-
-    def run(command, env, stdout):
-        stdout.write(f"20:16:00 {outputs.pop(0)}\n")
-        return 1
-
-    monkeypatch.setattr(faults, "run_child", run)
-    options = argparse.Namespace(model="m", data="d", set=[])
-    starts = [faults.start_run(options, tmp_path / "run", 2, "memory:learn:2") for _ in range(2)]
-    assert [start.message for start in starts] == ["out of memory | free some", "20:16:00 I train_grpo: on"]
-    assert [start.shows("memory:learn") for start in starts] == [True, False]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from run_folders import EVALUATION, metrics_row, write_run
 
 from grpo.measure import demo
-from grpo.measure.demo_windows import REPORTED, RULE
+from grpo.measure.demo_windows import REPORTED, RULE, profile_text
 from grpo.measure.record import read_json
 from grpo.tasks.tes.closed_loop import RULES
 
@@ -98,3 +99,16 @@ def test_adapters_are_judged_by_set_on_windows_that_did_not_choose_them(judge, t
 def test_the_exit_code_is_that_of_the_best_adapters_on_every_seed_and_set(judge):
     assert judge({(1, "last"): 110.0, (2, "last"): 110.0}, {})[0] == 0
     assert judge({(2, "best"): RULE_KG}, {})[0] == 1, "equal is not below"
+
+
+HASHES = {
+    "selection": "0eb6ff7d9f92c1122fc269d1f855015d7720ae3e4916dc3d7a38d28f8688a88b",
+    "shown": "684a5459a174c1a958473574e942a53e1be55106bca67f1c6f91bc9fb8eee7ca",
+    "others": "cd2820f3674e66f88931063f534e2a3dab3f9de82182315e366f6f714b96c9be",
+    "varied": "5fd0498e600ae87d65d961c2c4f00ec6798b98030f2e71d5f088817875ff7c62",
+}
+
+
+def test_the_profiles_are_the_ones_that_were_committed_before_tuning():
+    """The windows on which the demo is judged were fixed before its settings were chosen."""
+    assert {name: hashlib.sha256(profile_text(name).encode()).hexdigest() for name in HASHES} == HASHES

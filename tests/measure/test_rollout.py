@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import bench
@@ -18,7 +19,6 @@ import train_grpo
 from grpo.learn import timer
 from grpo.learn.trainer import Trainer
 from grpo.measure import record, rollout, variants
-from grpo.measure.variants import Variant
 from grpo.model.load import TABLES
 from grpo.plan.machine import Machine, installed_versions
 from grpo.rollout import engine as rollout_engine
@@ -86,11 +86,10 @@ def test_a_child_measures_a_run_and_what_vllm_lends(child, monkeypatch):
     assert values["sync_share"] == pytest.approx(1, abs=0.02) and values["generate_tok_s"] > values["rollout_tok_s"]
     assert values["lent_tensors"] == 2 and not values["lent_changed"] and not values["base_changed"]
     assert values["asleep_gib"] == 0 and "paged_gib" not in values and "rows" not in values
-    figures = rollout.run_figures(Variant("shared-22", {"EXPERTS": "shared"}, 22.0), values, "shared_22_")
+    figures = rollout.run_figures(SimpleNamespace(set=[("SEED", 1)], free_gib=None), values)
     named = {row["name"]: row["note"] for row in figures}
-    assert {"shared_22_handover_s", "shared_22_wake_s", "shared_22_lent_changed", "shared_22_startup_s"} <= named.keys()
-    size = "2 x 8 completions, 12 tokens each, EXPERTS=bf16, EXPERTS=shared, all but"
-    assert named["shared_22_step_s"].startswith(size)
+    assert {"handover_s", "wake_s", "lent_changed", "startup_s"} <= named.keys()
+    assert named["step_s"].startswith("2 x 8 completions, 12 tokens each, EXPERTS=bf16, SEED=1: mean")
 
 
 @pytest.mark.parametrize("name", ["lent_changed", "base_changed"])
@@ -114,7 +113,7 @@ def test_direct_answers_are_measured_by_rows_a_minute(child):
     assert code == 0 and values["rows_per_minute"] == pytest.approx(120 / values["step_s"])
     assert values["job_peak_gib"] == 9 and not values["base_changed"]
     assert not values.keys() & {"rows", "rollout_tok_s", "generate_tok_s", "parity_mean", "asleep_gib"}
-    figures = rollout.run_figures(Variant("direct", {}, None), values, "")
+    figures = rollout.run_figures(SimpleNamespace(set=[], free_gib=None), values)
     notes = {row["name"]: row["note"] for row in figures}
     assert notes["step_s"].startswith("DIRECT_ANSWERS, 2 prompts, EXPERTS=mxfp4")
     assert "the pass that chooses" in notes["rollout_s"]

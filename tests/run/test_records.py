@@ -17,7 +17,7 @@ from run_folders import EVALUATION, STEP, inspect, metrics_row, run_dir, write_r
 
 from grpo.evaluate.adapter import recorded_settings
 from grpo.evaluate.report import choices_rows, facts, settings_rows
-from grpo.evaluate.run_data import ReportError, read_run
+from grpo.evaluate.run_data import read_run
 from grpo.run.archive import write_zip
 from grpo.run.best import keep_best, read_best
 from grpo.run.checkpoints import checkpoints
@@ -25,6 +25,7 @@ from grpo.run.durable import TYPES, is_intact, read_json, read_sealed, write_sea
 from grpo.run.folder import complete_steps, continuation
 from grpo.run.layout import ADAPTER
 from grpo.run.logs import Pace
+from grpo.settings import InputError
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -76,7 +77,7 @@ def read_everything(run_settings, folder):
     read_best(folder)
     is_intact(folder / "evaluation.json")
     recorded_settings(folder / "checkpoint-4", {})
-    with suppress(ReportError):
+    with suppress(InputError):
         run = read_run(folder)
         facts(run), settings_rows(run), choices_rows(run), run.evaluated()
 

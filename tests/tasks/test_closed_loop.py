@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from closed_loop_schema import check_schema
 from conftest import ROOT
+from test_tes_plant import hour_by_hand
 
 from grpo.data.files import read_csv
 from grpo.data.prompts import render, render_rows
@@ -22,12 +23,12 @@ from grpo.tasks.tes.closed_loop import RULES, closed_loop
 from grpo.tasks.tes.dataset import rows_csv, trajectory
 from grpo.tasks.tes.plant import Plant
 from grpo.tasks.tes.prompts import prompt_kind, renderer
-from grpo.tasks.tes.record import ClosedLoopPlan, read_cases, run_model
+from grpo.tasks.tes.record import ClosedLoopPlan, read_windows, run_model
 from grpo.tasks.tes.simulator import SIMULATOR
 
 PLANT = Plant()
-CASES = read_cases(ROOT / "data" / "profile_heldout.csv")
-WINDOWS = [case.window for case in CASES]
+CASES = read_windows(ROOT / "data" / "profile_heldout.csv")
+WINDOWS = [window for _, window in CASES]
 
 
 def replay(rows):
@@ -46,26 +47,18 @@ def test_the_best_action_of_the_exact_values_reproduces_the_optimum():
 
 @pytest.mark.parametrize("action", (0, 2))
 def test_always_the_same_equals_a_simulation_by_hand(action):
-    """Plain numbers and branches, not `plant.step`."""
+    """Hour by hour, and its costs and what is taken out of the storage added up."""
     trace = closed_loop(WINDOWS, RULES[f"always_{action}"])
     for w, window in enumerate(WINDOWS):
-        energy, output, cycled = 150.0, 100.0 * action / 3, 0.0
-        for t in range(30):
-            load, co2 = float(window.load_kw[t // 10, t % 10]), float(window.co2[t // 10, t % 10])
-            unserved = 0.0
-            if output >= load:
-                energy = min(300.0, energy + output - load)
-            elif energy >= load - output:
-                energy -= load - output
-                cycled += load - output
-            else:
-                unserved, cycled, energy = load - output - energy, cycled + energy, 0.0
+        energy, cost, cycled = 150.0, 0.0, 0.0
+        hours = zip(window.load_kw[:3].ravel().tolist(), window.co2[:3].ravel().tolist(), strict=True)
+        for t, (load, co2) in enumerate(hours):
+            after, hour_cost = hour_by_hand(energy, 100.0 * action / 3, load, co2)
+            energy, cost, cycled = after, cost + hour_cost, cycled + max(0.0, energy - after)
             assert trace.storage_kwh[w, t] == pytest.approx(energy, abs=1e-6)
-            assert trace.unserved_kwh[w, t] == pytest.approx(unserved, abs=1e-6)
-            assert trace.co2_kg[w, t] == pytest.approx(output / 4 * co2)
         assert trace.cycled_kwh[w] == pytest.approx(cycled, abs=1e-6)
         low5 = sum(sorted(window.co2[3].tolist())[:5]) / 5
-        expected = trace.co2_kg[w].sum() + 10 * trace.unserved_kwh[w].sum() - (energy - 150.0) * low5 / 4
+        expected = 6 * cost - (energy - 150.0) * low5 / 4
         assert loop.outcome(trace, WINDOWS)["priced_kg"][w] == pytest.approx(expected)
 
 
@@ -138,7 +131,8 @@ def test_answers_are_actions_and_unreadable_ones_are_counted():
 
 
 def plan_of(cases=CASES):
-    return ClosedLoopPlan(profiles=("p.csv",), cases=tuple(cases))
+    names, windows = zip(*cases, strict=True)
+    return ClosedLoopPlan(profiles=("p.csv",), episodes=names, windows=windows)
 
 
 def record_of(cases=CASES, samples=1, exact=False, seed=1):
@@ -283,8 +277,8 @@ def test_what_was_measured_of_the_base_model_is_kept_only_if_it_is_the_same_meas
         run_model(plan_of(cases), earlier, name, answering("[1]"))
     tes_record.keep_base(again, earlier)
     assert again["totals"]["base"] == earlier["totals"]["base"] and "trained" not in again["totals"]
-    window = dataclasses.replace(cases[0].window, co2=cases[0].window.co2 + 0.1)
-    changed = [dataclasses.replace(cases[0], window=window), cases[1]]
+    name, window = cases[0]
+    changed = [(name, dataclasses.replace(window, co2=window.co2 + 0.1)), cases[1]]
     for others, samples, seed in ((cases, 1, 2), (cases[:1], 1, 1), (cases, 2, 1), (changed, 1, 1)):
         other = record_of(others, samples, seed=seed)
         tes_record.keep_base(other, earlier)

@@ -53,9 +53,6 @@ class Counter(Simulator):
     def figures(self, record, name):
         return {"counter_distance": record["totals"][name]["distance"]}
 
-    def warning(self, base, now, record):
-        return f"counted at step {now['step']}"
-
     def table(self, record):
         return f"Counters end at {record['totals']['trained']}"
 
@@ -98,7 +95,7 @@ def test_a_run_of_a_new_task_is_simulated_measured_and_reported(counters):
     run = project / "run"
     assert "closed loop   on: 2 counters" in output
     assert "counters sample" in output and "by counter: the closed loop runs" in output
-    assert "closed loop, base model: counter distance" in output and "counted at step 1" in output
+    assert "closed loop, base model: counter distance" in output
     record, best = (json.loads((run / name).read_text()) for name in ("closed_loop.json", "best/best.json"))
     assert {"stay", "base", "trained", "base_greedy", "trained_greedy"} == set(record["totals"])
     assert f"Counters end at {record['totals']['trained']}" in output

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import ROOT
+from run_folders import plant_record
 
 from grpo.data.files import read_csv
 from grpo.settings import Problems, Settings
@@ -52,54 +53,25 @@ def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv
     assert "none.csv" in text and "bad.csv, row 1, column 'co2': '410' is more than 2 kg/kWh" in text
 
 
-BASE = {"heldout_reward": 0.4, "plant_regret": 20.0, "plant_unserved_kwh": 10.0}
-WARNINGS = [  # reward, regret, low end of the interval of the regret's change, exact, warned
-    (0.5, 30.0, 4.0, True, True),
-    (0.5, 30.0, 4.0, False, True),
-    (0.5, 20.1, -4.0, True, True),
-    (0.5, 30.0, -0.1, False, False),  # chance
-    (0.5, 30.0, None, False, False),  # fewer than three windows
-    (0.5, 19.0, 1.0, True, False),
-    (0.4, 30.0, 4.0, True, False),  # the reward does not rise
-    (None, 30.0, 4.0, True, False),  # no function gave a reward
-]
-
-
-@pytest.mark.parametrize(("reward", "regret", "low", "exact", "is_warned"), WARNINGS)
-def test_a_plant_that_gets_worse_while_the_reward_rises_is_reported(reward, regret, low, exact, is_warned):
-    now = {"step": 5, "heldout_reward": reward, "plant_regret": regret, "plant_unserved_kwh": 90.0}
-    now = {name: value for name, value in now.items() if value is not None}
-    warning = SIMULATOR.warning(BASE, now, {"exact": exact, "difference": {"regret_percent_low": low}})
-    assert (warning is not None) is is_warned
-    assert not warning or all(words in warning for words in ("0.400 to 0.500", "20.0 to", "10 to 90 kWh", "step 5"))
-
-
-def totals(*names):
-    """A record in which `names` ran beside the base, the trained model and the optimum."""
-    policies = {}
-    for place, name in enumerate(("base", "trained", "optimum", *names)):
-        policies[name] = {"co2_kg": 100.0, "unserved_kwh": 7.0 * place, "storage_cycled_kwh": 5.0, "unparsed": 1}
-        policies[name] |= {"answers": 90, "regret_percent": 20.0 - place, "unserved_windows": 0}
-    return {"totals": policies, "difference": {"regret_percent": -9.0}, "windows": [{}] * 5}
-
-
 INTERVALS = [(-3.0, -1.0, "is better"), (-3.0, 1.0, "cannot tell"), (1.0, 3.0, "is worse"), (None, None, "cannot tell")]
 
 
 @pytest.mark.parametrize(("low", "high", "words"), INTERVALS)
 def test_the_verdict_follows_the_interval_and_a_lower_regret_is_better(low, high, words):
-    record = totals("always_0")
+    record = plant_record("always_0")
     record["difference"] |= {"regret_percent_low": low, "regret_percent_high": high}
     section = SIMULATOR.report(record)
     assert words in section.verdict and "by -9.0" in section.verdict and "0.0 kWh before, 7.0 after" in section.verdict
     assert [row[0] for row in section.rows] == ["base", "trained", "optimum", "always 0"]
-    assert section.rows[1] == ["trained", "100.0", "5.0", "19.0", "1 of 90", "7.0", "0 of 5"]
+    cells = ["100.0", "5.0", "19.0 (15.0 to 22.0) *", "1 of 90", "7.0", "1 of 5", "days: 2025-07-07 (6.5)"]
+    assert section.rows[1] == ["trained", *cells]
     assert not SIMULATOR.report({}).verdict and not SIMULATOR.report({}).rows
 
 
 UNSERVED = {"unserved_windows": 2, "worst_window": "july: 2025-07-07", "worst_unserved_kwh": 6.54}
 SERVED = {"unserved_windows": 0, "worst_window": None, "worst_unserved_kwh": 0.01}
 INTERVAL = {"regret_percent_low": 3.0, "regret_percent_high": 30.0}
+NO_INTERVAL = dict.fromkeys(INTERVAL)
 
 
 @pytest.mark.parametrize(
@@ -107,19 +79,19 @@ INTERVAL = {"regret_percent_low": 3.0, "regret_percent_high": 30.0}
     [
         (UNSERVED | INTERVAL, SERVED | INTERVAL, True),
         (SERVED | INTERVAL, SERVED | INTERVAL, False),
-        (SERVED, UNSERVED, False),  # Fewer than three windows give no interval.
+        (SERVED | NO_INTERVAL, UNSERVED | NO_INTERVAL, False),  # Fewer than three windows give no interval.
     ],
 )
 def test_unserved_windows_stand_beside_each_policy_and_qualify_its_interval(base, trained, is_marked):
-    record = totals("always_0") | {"samples": 1, "exact": True}
-    policies = {"base": base, "trained": trained, "optimum": SERVED, "always_0": UNSERVED | INTERVAL}
+    record = plant_record("always_0") | {"samples": 1, "exact": True}
+    policies = {"base": base, "trained": trained, "optimum": SERVED | NO_INTERVAL, "always_0": UNSERVED | INTERVAL}
     for name, policy in policies.items():
         record["totals"][name] |= policy
     section, table = SIMULATOR.report(record), SIMULATOR.table(record)
     for name, policy, row in zip(policies, policies.values(), section.rows, strict=True):
         is_unserved = policy["unserved_windows"] == 2
         assert row[6:] == (["2 of 5", "july: 2025-07-07 (6.5)"] if is_unserved else ["0 of 5"])
-        assert row[3].endswith(" *") == (is_unserved and "regret_percent_low" in policy)
+        assert row[3].endswith(" *") == (is_unserved and policy["regret_percent_low"] is not None)
         line = "in 2 of 5 windows, worst july: 2025-07-07 with 6.5 kWh" if is_unserved else "in none of 5 windows"
         assert SIMULATOR.summary(record, name).endswith(line)
     assert ("an interval over few windows cannot show rare losses" in section.verdict) == is_marked
@@ -127,7 +99,7 @@ def test_unserved_windows_stand_beside_each_policy_and_qualify_its_interval(base
 
 
 def test_figures_are_columns_and_those_without_a_value_are_left_out():
-    record = totals()
+    record = plant_record()
     record["totals"]["base"]["regret_percent"] = None
     assert SIMULATOR.figures(record, "base") == {"plant_unserved_kwh": 0.0}
     assert SIMULATOR.figures(record, "trained") == {"plant_regret": 19.0, "plant_unserved_kwh": 7.0}

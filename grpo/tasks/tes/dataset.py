@@ -6,17 +6,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo.settings import ROOT
+from grpo.settings import ROOT, InputError
 from grpo.tasks.tes import profiles as days
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant, best_action, boltzmann, q_values, step
-from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, Profile, ProfileError, Window, windows
+from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, Profile, Window, windows
 from grpo.tasks.tes.prompts import State, render_compact, render_full, state_at
 
 EXPLORE = 0.25  # share of decisions on a trajectory that are random instead of optimal
@@ -126,16 +126,6 @@ def short_windows(seed: int) -> Iterator[tuple[Window, np.random.Generator]]:
     return synthetic_windows(seed, SHORT_STREAM, None, TRAIN_START)
 
 
-def synthetic_rows(seed: int, windows: int) -> list[CsvRow]:
-    """Makes 30 compact rows for each of `windows` windows (system, user, q_action_k, reward_action_k as floats, ...).
-
-    The days come from a random stream of their own, so no seed repeats the days of the files under data/. A window
-    takes some 5 ms.
-    """
-    drawn = synthetic_windows(seed, ROWS_STREAM, windows, TRAIN_START)
-    return [row for window, rng in drawn for row, _ in trajectory(window, rng, "compact", None)]
-
-
 def rows_csv(rows: list[CsvRow]) -> str:
     """Writes rows as CSV text; eight decimals, so that all machines write the same bytes."""
     columns = list(rows[0])
@@ -143,42 +133,49 @@ def rows_csv(rows: list[CsvRow]) -> str:
     return days.to_csv(columns, cells)
 
 
-def synthetic_files(seed: int, prompts: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of the files under data/; full prompts describe the first windows of the compact ones."""
+def synthetic_files(
+    seed: int,
+    prompts: Sequence[str],
+    train: Mapping[str, int] = TRAIN_WINDOWS,
+    heldout: Mapping[str, int] = HELDOUT_WINDOWS,
+    factor: Mapping[str, float] = TRAIN_FACTOR,
+) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) of the files under data/, or of others with so many windows of each prompt. Full prompts
+    describe the first windows of the compact ones."""
     for prompt in prompts:
-        most = TRAIN_FACTOR[prompt]
-        drawn = synthetic_windows(seed, TRAIN_STREAM, TRAIN_WINDOWS[prompt], TRAIN_START)
+        most = factor[prompt]
+        drawn = synthetic_windows(seed, TRAIN_STREAM, train[prompt], TRAIN_START)
         walks = (trajectory(varied(window, rng, most), rng, prompt, None) for window, rng in drawn)
         more = ((varied(window, rng, most), rng) for window, rng in short_windows(seed))
         rows = with_short_hours(list(itertools.chain.from_iterable(walks)), more, prompt, SHORT_SHARE)
         yield file_name("train", prompt), rows_csv(rows)
-        drawn = synthetic_windows(seed, HELDOUT_STREAM, HELDOUT_WINDOWS[prompt], HELDOUT_START)
+        drawn = synthetic_windows(seed, HELDOUT_STREAM, heldout[prompt], HELDOUT_START)
         walks = (trajectory(window, rng, prompt) for window, rng in drawn)
         yield file_name("heldout", prompt), rows_csv([row for walk in walks for row, _ in walk])
-    dates = [HELDOUT_START + timedelta(weeks=i) for i in range(max(HELDOUT_WINDOWS.values()))]
+    dates = [HELDOUT_START + timedelta(weeks=i) for i in range(max(heldout.values()))]
     blocks = [days.synthetic_profile((seed, HELDOUT_STREAM, i), DECISION_DAYS + 1, day) for i, day in enumerate(dates)]
     yield "profile_heldout.csv", days.profile_csv(blocks)
 
 
-def read_profiles(paths: Iterable[Path]) -> dict[str, Profile]:
-    """Users' profiles by their file's stem. Raises ProfileError with the problems of every file, before anything is
-    made of any."""
-    profiles: dict[str, Profile] = {}
+def read_profiles(paths: Iterable[Path]) -> dict[Path, Profile]:
+    """Users' profiles by their files, whose stems name what is made of them. Raises InputError with the problems of
+    every file, before anything is made of any."""
+    profiles: dict[Path, Profile] = {}
     problems: list[str] = []
     for path in paths:
-        if path.stem in profiles:
+        if path.stem in {other.stem for other in profiles}:
             problems.append(f"{path}: another profile has this name too; rename one of them")
         try:
-            profiles[path.stem] = days.read_profile(path)
-        except ProfileError as error:
-            problems += error.problems
+            profiles[path] = days.read_profile(path)
+        except InputError as error:
+            problems += error.args
     if problems:
-        raise ProfileError(problems)
+        raise InputError(*problems)
     return profiles
 
 
 def profile_files(
-    profiles: dict[str, Profile],
+    profiles: Mapping[Path, Profile],
     prompts: Sequence[str],
     seed: int,
     explore: float = EXPLORE,
@@ -188,7 +185,7 @@ def profile_files(
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, text) of the files made from the users' profiles. Further trajectories start at random energies,
     and their loads and those of short hours are `varied`."""
-    for (stem, profile), prompt in itertools.product(profiles.items(), prompts):
+    for (path, profile), prompt in itertools.product(profiles.items(), prompts):
         numbered = list(enumerate(windows(profile)))
         decisions: list[Decision] = []
         for (w, window), n in itertools.product(numbered, range(trajectories)):
@@ -200,7 +197,7 @@ def profile_files(
         draws = itertools.product(range(trajectories, trajectories + MOST_DRAWS), numbered)
         drawn = ((window, np.random.default_rng((seed, w, n))) for n, (w, window) in draws)
         more = ((varied(window, rng, vary), rng) for window, rng in drawn)
-        yield file_name(stem, prompt), rows_csv(with_short_hours(decisions, more, prompt, short_share))
+        yield file_name(path.stem, prompt), rows_csv(with_short_hours(decisions, more, prompt, short_share))
 
 
 def varied(window: Window, rng: np.random.Generator, most: float) -> Window:

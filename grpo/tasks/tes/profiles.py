@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from grpo.settings import InputError
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant, Solution, solve, terminal_price
 
 TRAIN_START, HELDOUT_START = date(2025, 4, 7), date(2025, 9, 1)  # Mondays; a window starts on every Monday
@@ -94,14 +95,6 @@ def synthetic_profile(seed: int | Sequence[int], days: int, start: date = TRAIN_
     return Profile(dates, co2.round(3), load.round(1))
 
 
-class ProfileError(ValueError):
-    """A profile that cannot be used; `problems` lists everything that is wrong with it, one line each."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
-
-
 # What a header may be called, after NFKC normalisation (full-width letters, subscript 2) and lowercasing.
 COLUMN_PATTERNS = {"datetime": r"date|time|日時", "co2": r"co2|carbon", "load": r"load|cool|demand|\[kw\]|冷房|需要"}
 DATETIME_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S")  # beside ISO 8601: what spreadsheets write
@@ -151,34 +144,31 @@ def parse_number(text: str, kind: str, stamp: datetime | None) -> float:
 
 
 def read_table(path: Path) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of a CSV in UTF-8 (with or without byte order mark) or CP932. Raises ProfileError."""
-    try:
-        content = path.read_bytes()
+    """The header and the rows of a CSV in UTF-8 (with or without byte order mark) or CP932. Raises InputError."""
+    for encoding in ("utf-8-sig", "cp932"):
         try:
-            text = content.decode("utf-8-sig")
+            lines = list(filter(None, csv.reader(io.StringIO(path.read_text(encoding)))))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
-            text = content.decode("cp932")
-        header, *rows = filter(None, csv.reader(io.StringIO(text, newline="")))
-    except OSError as error:
-        raise ProfileError([f"{path}: cannot be read: {error.strerror}"]) from None
-    except UnicodeDecodeError:
-        raise ProfileError([f"{path}: is neither UTF-8 nor CP932 (Shift JIS); save it as a CSV in UTF-8"]) from None
-    except ValueError:  # There is no first line to unpack.
-        raise ProfileError([f"{path}: is empty; the first line must name the columns"]) from None
-    return header, rows
+            continue
+        if not lines:
+            raise InputError(f"{path}: is empty; the first line must name the columns")
+        return lines[0], lines[1:]
+    raise InputError(f"{path}: is neither UTF-8 nor CP932 (Shift JIS); save it as a CSV in UTF-8")
 
 
 def read_profile(path: str | Path) -> Profile:
     """Reads hourly data from a CSV with a datetime, a CO2 intensity [kg/kWh] and a cooling load [kW] column.
 
     Columns are found by name (English or Japanese). Days must be complete in the decision hours; night hours may be
-    missing. A file may hold several blocks of consecutive days. Raises ProfileError listing every problem with file,
+    missing. A file may hold several blocks of consecutive days. Raises InputError listing every problem with file,
     row (1 is the first below the header) and column.
     """
     header, rows = read_table(path := Path(path))
     columns, problems = find_columns(header)
     if problems:
-        raise ProfileError([f"{path}, header: {problem}" for problem in problems])
+        raise InputError(*(f"{path}, header: {problem}" for problem in problems))
     hours: dict[datetime, dict[str, float]] = {}
     for number, cells in enumerate(rows, 1):
         if not any(cell.strip() for cell in cells):
@@ -202,7 +192,7 @@ def read_profile(path: str | Path) -> Profile:
             hours[stamp] = values
     problems += [f"{path}: {problem}" for problem in day_problems(hours)]
     if problems:
-        raise ProfileError(problems)
+        raise InputError(*problems)
     dates = tuple(sorted({stamp.date() for stamp in hours}))
     co2_and_load = np.full((2, len(dates), 24), np.nan)
     for stamp, values in hours.items():
@@ -226,10 +216,11 @@ def day_problems(stamps: Collection[datetime]) -> list[str]:
 def profile_csv(profiles: Sequence[Profile]) -> str:
     """Writes profiles as one CSV, the way `read_profile` reads it back."""
     days = (day for p in profiles for day in zip(p.dates, p.co2, p.load_kw, strict=True))
-    hours = (
-        (datetime.combine(day, time(hour)), co2[hour], load[hour]) for day, co2, load in days for hour in range(24)
-    )
-    rows = [[stamp, f"{co2:.3f}", f"{load:.1f}"] for stamp, co2, load in hours]
+    rows = [
+        (datetime.combine(day, time(hour)), f"{co2[hour]:.3f}", f"{load[hour]:.1f}")
+        for day, co2, load in days
+        for hour in range(24)
+    ]
     return to_csv(("datetime", "co2_kg_per_kwh", "load_kw"), rows)
 
 

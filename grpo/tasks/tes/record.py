@@ -26,18 +26,10 @@ LEAST_WINDOWS = 3  # fewer give no interval
 UNSERVED_KWH = 0.05  # A window in which more load than this stays unserved is counted.
 
 
-@dataclass(frozen=True)
-class Case:
-    """A window and its name."""
-
-    name: str
-    window: Window
-
-
-def read_cases(path: Path) -> list[Case]:
-    """The windows of a profile CSV. Raises ProfileError with every problem of the file."""
+def read_windows(path: Path) -> list[tuple[str, Window]]:
+    """The windows of a profile CSV with their names. Raises InputError with every problem of the file."""
     windows = tes_profiles.windows(tes_profiles.read_profile(path))
-    return [Case(f"{path.stem}: {window.dates[0]}", window) for window in windows]
+    return [(f"{path.stem}: {window.dates[0]}", window) for window in windows]
 
 
 def tidy(value: float | None) -> float | None:
@@ -51,12 +43,8 @@ class ClosedLoopPlan(SimulationPlan):
 
     prompt: str = ""
     profiles: tuple[str, ...] = ()
-    cases: tuple[Case, ...] = ()
+    windows: tuple[Window, ...] = ()  # those of `episodes`
     render: Callable[[State], str] = render_full
-
-    @property
-    def windows(self) -> list[Window]:
-        return [case.window for case in self.cases]
 
     def opening_prompts(self) -> list[str]:
         return [self.render(state_at(window, loop.PLANT, 0, START_KWH)) for window in self.windows]
@@ -74,12 +62,12 @@ def new_record(plan: ClosedLoopPlan, settings: Settings, samples: int, exact: bo
         "sampling": {name.lower(): getattr(settings, name) for name in names} | {"prompt": plan.prompt},
         "windows": [
             {
-                "name": case.name,
-                "load_kw": case.window.load_kw[:DECISION_DAYS].ravel().tolist(),
-                "co2_kg_per_kwh": case.window.co2.ravel().tolist(),  # With the day after, which prices what is left.
+                "name": name,
+                "load_kw": window.load_kw[:DECISION_DAYS].ravel().tolist(),
+                "co2_kg_per_kwh": window.co2.ravel().tolist(),  # With the day after, which prices what is left.
                 "policies": {},
             }
-            for case in plan.cases
+            for name, window in zip(plan.episodes, plan.windows, strict=True)
         ],
         "totals": {},
     }

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from grpo.data.files import Row, find_files, read_rows
 from grpo.data.prompts import open_answer, render
-from grpo.settings import Problems, Settings
+from grpo.settings import InputError, Problems, Settings
 from grpo.tasks.figure_text import number as finite
 from grpo.tasks.figure_text import part, spread, table_lines, verdict_of
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.closed_loop import DECISIONS, PLANT
-from grpo.tasks.tes.profiles import ProfileError
+from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import prompt_kind, renderer
-from grpo.tasks.tes.record import Case, ClosedLoopPlan
+from grpo.tasks.tes.record import ClosedLoopPlan
 
 PROFILE = "data/profile_heldout.csv"  # of the demo's held-out rows
 FULL_IS_SAMPLED = "full prompts are too long and too many to ask all that can happen"
@@ -63,12 +63,12 @@ def make_plan(
 ) -> ClosedLoopPlan:
     """The plan of a closed loop over the windows in `files`, which the setting or option `where` names. Adds a problem
     for each fault in them. Without a window the loop does not run."""
-    cases: list[Case] = []
+    windows: list[tuple[str, Window]] = []
     for path in files:
         try:
-            cases += tes_record.read_cases(path)
-        except ProfileError as error:
-            problems += [f"{where}: {line}" for line in error.problems]
+            windows += tes_record.read_windows(path)
+        except InputError as error:
+            problems += [f"{where}: {line}" for line in error.args]
     if prompt == "compact" and template is None:
         fix = "Add chat_template.jinja, or take full prompts"
         problems.add(f"MODEL_ID={settings.MODEL_ID}", "it has no chat template", fix)
@@ -76,15 +76,15 @@ def make_plan(
     shown = renderer(prompt, lambda turns: render(template or "", tuple(turns), effort, date))
     profiles = tuple(path.name for path in files)
     return ClosedLoopPlan(
-        reason=f"{len(cases)} windows of {', '.join(profiles)}, {DECISIONS} decisions one after the other",
-        runs=bool(cases),
+        reason=f"{len(windows)} windows of {', '.join(profiles)}, {DECISIONS} decisions one after the other",
+        runs=bool(windows),
         is_mentioned=True,
         why_sampled=why_sampled(settings, prompt),
         rollouts=DECISIONS,
-        episodes=tuple(case.name for case in cases),
+        episodes=tuple(name for name, _ in windows),
         prompt=prompt,
         profiles=profiles,
-        cases=tuple(cases),
+        windows=tuple(window for _, window in windows),
         render=(lambda state: open_answer(shown(state))) if settings.DIRECT_ANSWERS else shown,
     )
 
@@ -128,11 +128,8 @@ class ClosedLoop(Simulator):
         plan = make_plan(settings, files, "--profile", kind, template, problems)
         return dataclasses.replace(plan, reason=f"{kind} prompts ({reason}), {plan.reason}")
 
-    def new_record(self, plan: ClosedLoopPlan, settings: Settings, samples: int, exact: bool) -> Record:
-        return tes_record.new_record(plan, settings, samples, exact)
-
-    def keep_base(self, record: Record, earlier: Record) -> None:
-        tes_record.keep_base(record, earlier)
+    new_record = staticmethod(tes_record.new_record)
+    keep_base = staticmethod(tes_record.keep_base)
 
     def run(self, plan: ClosedLoopPlan, record: Record, name: str, responder: Responder, greedy: bool = True) -> None:
         if record["exact"]:
@@ -151,25 +148,6 @@ class ClosedLoop(Simulator):
 
     def summary(self, record: Record, name: str) -> str:
         return f"{super().summary(record, name)}, {unserved_text(record['totals'][name], len(record['windows']))}"
-
-    def warning(self, base: Mapping[str, float], now: Mapping[str, float], record: Record) -> str | None:
-        """Sampled figures count only where the interval over windows says so, exact ones as they are."""
-        if not all({"heldout_reward", "plant_regret"} <= columns.keys() for columns in (base, now)):
-            return None
-        low = finite(part(record, "difference").get("regret_percent_low"))
-        is_worse = now["plant_regret"] > base["plant_regret"] if record["exact"] else low > 0
-        if now["heldout_reward"] <= base["heldout_reward"] or not is_worse:
-            return None
-        reward, regret, unserved = (
-            [columns[name] for columns in (base, now)]
-            for name in ("heldout_reward", "plant_regret", "plant_unserved_kwh")
-        )
-        return (
-            f"The reward rises and the plant gets WORSE, step {now['step']} against the base model: held-out reward "
-            f"{reward[0]:.3f} to {reward[1]:.3f}, regret {regret[0]:.1f} to {regret[1]:.1f} %, unserved load "
-            f"{unserved[0]:,.0f} to {unserved[1]:,.0f} kWh. Read docs/evaluation.md#read-both; train on more short "
-            "hours (make_dataset.py --short-share), lower LEARNING_RATE, or load an earlier adapter (best/)"
-        )
 
     def table(self, record: Record) -> str:
         how = "exact" if record["exact"] else f"{record['samples']} passes"
