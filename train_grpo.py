@@ -5,7 +5,7 @@
     python train_grpo.py --help                   every setting: default, unit, one sentence
     python train_grpo.py --check                  every check, and the plan of the run
     MODEL_ID=tiny python train_grpo.py            the whole path, in minutes on two CPU cores
-    DATA='days/*.csv' python train_grpo.py        the real run, on one GPU with 80 GB
+    DATA='days/*.csv' python train_grpo.py        the real run, on one GPU (README.md says which)
     torchrun --nproc-per-node 2 train_grpo.py     the same run on two of them (docs/clusters.md)
 
 Settings are environment variables. This file is the whole story: check, load gpt-oss-20b, attach the LoRA adapter,

@@ -80,7 +80,7 @@ class Settings:
     EVAL_SAMPLES: int = setting("Data", 4, "completions", tiny=8, low=0, high=1000, resume=True, text=
         "Completions per held-out prompt, and runs through the closed loop, in every evaluation; 0 skips them all.")
     EVAL_TEMPERATURE: float = setting("Data", 0.5, above=0, high=10, resume=True, text=
-        "Sampling temperature of every evaluation; beside it the greedy answer is measured.")
+        "Sampling temperature of every evaluation (vLLM: 0.01 to 2); beside it the greedy answer is measured.")
     EVAL_EXACT: bool = setting("Data", True, resume=True, text=
         "Evaluate small models without vLLM by the probabilities of all answers `[k]` instead of samples; 0 for one "
         "that reasons first.")
@@ -130,7 +130,8 @@ class Settings:
         "The most of the whole GPU that vLLM may take while awake; `auto` plans it from one step's key-value cache "
         "and the free memory.")
     VLLM_EAGER: bool = setting("Rollouts", False, resume=True, text=
-        "Run vLLM without compilation and CUDA graphs: it starts faster and generates more slowly.")
+        "Run vLLM without compilation and CUDA graphs: a first start is faster, generation ten times "
+        "slower.")
     IS_CORRECTION: str = setting(
         "Rollouts", "token_truncate",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"), text=
@@ -152,7 +153,7 @@ class Settings:
     MAX_COMPLETION_LEN: int = setting("Rollouts", 4000, "tokens", tiny=12, low=1, text=
         "Longest completion; one that meets it counts as truncated.")
     TEMPERATURE: float = setting("Rollouts", 1.0, tiny=1.5, above=0, high=10, text=
-        "Sampling temperature of the rollouts; the loss uses the same.")
+        "Sampling temperature of the rollouts (vLLM: 0.01 to 2); the loss uses the same.")
     TOP_P: float = setting("Rollouts", 1.0, "probability", above=0, high=1, text=
         "Nucleus sampling; below 1 the sampled and the trained distribution differ.")
 
@@ -181,9 +182,10 @@ class Settings:
         "GRPO variant, TRL's names; the loss is Liger's.")
     BETA: float = setting("Learner", 0.0, low=0, high=1000, text=
         "Weight of the KL penalty against the base model; 0 saves a forward pass.")
-    EPSILON: float = setting("Learner", 0.2, above=0, text="Lower clip range of the policy ratio.")
+    EPSILON: float = setting("Learner", 0.2, above=0, text=
+        "Lower clip range of the policy ratio, which is 1 with one update a rollout: nothing is clipped.")
     EPSILON_HIGH: float | None = setting("Learner", None, above=0, text=
-        "Upper clip range; `auto` is EPSILON, 5.0 for cispo.")
+        "Upper clip range, which acts only with cispo, below 1; `auto` is EPSILON, 5.0 for cispo.")
     SEED: int = setting("Learner", 42, low=0, high=2**31 - 1, text=
         "Seed of prompt order, adapter initialization and sampling.")
 

@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=number(1, 1000, int), metavar="N", help=text)
     text = "(default evaluation-NAME.json in RUN, else in the current folder; NAME: of --data, or closed_loop)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
-    text = "without --data: input files of the simulator (default: its task's)"
+    text = "without --data: input files of the simulator (default: the run's EVAL_PROFILE, else its task's)"
     parser.add_argument("--profile", nargs="+", metavar="CSV", help=text)
     args = parser.parse_args(argv)
     if args.rewards and not args.data:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.logs import COMPLETIONS, METRICS
-from grpo.settings import ROOT, fold, settings_table
+from grpo.settings import MAY_CHANGE, ROOT, fold, settings_table
 
 # The settings to choose for a first real run, besides DATA and OUTPUT_DIR, which stand in the README's commands.
 KEY_SETTINGS = (
@@ -34,11 +34,12 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def settings_tables() -> str:
-    """Every setting by group."""
+    """Every setting by group; a star marks those that may change when a run is resumed."""
     groups: dict[str, list[list[str]]] = {}
     for group, name, default, tiny, unit, text in settings_table():
         default = f"`{default}`" + (f"; tiny: `{tiny}`" if tiny else "")
-        groups.setdefault(group, []).append([f"`{name}`", default, unit, text])
+        star = "*" if name in MAY_CHANGE else ""
+        groups.setdefault(group, []).append([f"`{name}`{star}", default, unit, text])
     header = ["Setting", "Default", "Unit and limits", "Meaning"]
     return "\n\n".join(f"## {group}\n\n{table(header, rows)}" for group, rows in groups.items())
 

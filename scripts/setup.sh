@@ -105,7 +105,7 @@ if [ "$kind" = gpu ]; then
     elif ! [ "${driver%%.*}" -ge "$MIN_DRIVER" ] 2>/dev/null; then
         old="the NVIDIA driver is $driver; torch here is built for CUDA 13, which needs driver $MIN_DRIVER or newer"
         [ "${ALLOW_UNTESTED:-0}" = 1 ] ||
-            die 4 "$old. Take an image with a newer driver (docs/install.md#older-drivers has two other ways)"
+            die 4 "$old. Take an image with a newer driver (docs/install.md#older-drivers has another way)"
         warn "$old. ALLOW_UNTESTED=1: it goes on"
     fi
     # With an older C library packages have no wheel: llguidance below 2.31 on x86_64, pynvvideocodec below 2.34 on aarch64.

@@ -159,7 +159,7 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems) -> None
             problems.add(name, fault, memory.memory_advice(settings, shapes))
     elif plan.weights > 4:
         fault = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
-        problems.add("MODEL_ID", fault, "Run on a machine with an 80 GB GPU, or try MODEL_ID=tiny, which needs none")
+        problems.add("MODEL_ID", fault, "Run it where there is a GPU (docs/learner.md: Experts), or try MODEL_ID=tiny")
     elif plan.peak > machine.ram_share > 0:
         each = f" in each of {machine.here} processes" if fewer else ""
         fault = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"

@@ -49,7 +49,7 @@ def run(tiny, tmp_path_factory):
     settings = SETTINGS | {"OUTPUT_DIR": folder / "run", "EVAL_DATA": held_out, "EVAL_PROFILE": profile}
     done = run_script(**settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    return SimpleNamespace(folder=folder / "run", settings=settings, output=done.stdout, profile=profile)
+    return SimpleNamespace(folder=folder / "run", settings=settings, output=done.stdout)
 
 
 def test_a_run_leaves_both_evaluations(run):
@@ -71,10 +71,12 @@ def test_a_run_leaves_both_evaluations(run):
 
 
 def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path, capsys, monkeypatch):
-    """On the windows of the run, with its seeds: the figures of the run's own closed loop, at the same batches."""
+    """On the windows of the run's EVAL_PROFILE, with its seeds: the figures of its own closed loop, at the same
+    batches."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("EVAL_PROFILE", str(PROFILE))  # The demo's, which the run's record replaces.
     out = tmp_path / "out.json"
-    arguments = [run.folder / "checkpoint-2", "--base-too", "--profile", run.profile, "--out", out]
+    arguments = [run.folder / "checkpoint-2", "--base-too", "--out", out]
     assert ev.main([str(argument) for argument in arguments]) == 0
     assert "compact prompts (as in EVAL_DATA)" in capsys.readouterr().out
     record, own = read_json(out), read_json(run.folder / "closed_loop.json")
@@ -83,6 +85,16 @@ def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path, capsys, mo
         for mine, theirs in zip(record["windows"], own["windows"], strict=True):
             assert mine["policies"][name] == theirs["policies"][name]
     assert record["totals"]["base"] != record["totals"]["trained"]
+
+
+def test_windows_are_those_of_the_option_else_of_the_run_else_of_the_demo(tmp_path):
+    own = shutil.copy(PROFILE, tmp_path / "own.csv")
+    cases = [([own], "missing.csv", "own.csv"), ([], own, "own.csv"), ([], "", PROFILE.name), ([], None, PROFILE.name)]
+    for profiles, recorded, name in cases:
+        problems = Problems()
+        settings = Settings(EVAL_PROFILE=recorded and str(recorded))
+        plan = SIMULATOR.plan_by_hand([str(path) for path in profiles], settings, "", problems)
+        assert plan.profiles == (name,) and not problems
 
 
 def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path):

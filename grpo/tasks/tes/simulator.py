@@ -123,7 +123,7 @@ class ClosedLoop(Simulator):
     def plan_by_hand(
         self, profiles: Sequence[str], settings: Settings, template: str | None, problems: Problems
     ) -> ClosedLoopPlan:
-        files = find_files("--profile", ",".join(profiles or [PROFILE]), problems)
+        files = find_files("--profile", ",".join(profiles) or settings.EVAL_PROFILE or PROFILE, problems)
         kind, reason = recorded_prompt(settings)
         plan = make_plan(settings, files, "--profile", kind, template, problems)
         return dataclasses.replace(plan, reason=f"{kind} prompts ({reason}), {plan.reason}")
