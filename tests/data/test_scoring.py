@@ -92,8 +92,10 @@ def scores(name, row, texts):
     return [value for (value,) in scores_of([name], row, texts)]
 
 
-TEXT = Row("d.jsonl", 1, (("user", "2 + 2?"),), (), {"ground_truth": "4", "task": "math"}, "<|start|>assistant")
-CHAT = dataclasses.replace(TEXT, conversational=True)
+TEXT = Row(
+    "d.jsonl", 1, (("user", "2 + 2?"),), (), {"ground_truth": "4", "task": "math"}, "<|start|>assistant", given="2 + 2?"
+)
+CHAT = dataclasses.replace(TEXT, given=[{"role": "user", "content": "2 + 2?"}])
 
 
 EXAMPLES = [
