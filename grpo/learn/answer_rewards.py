@@ -12,7 +12,7 @@ import rewards
 from grpo.data.files import Row
 from grpo.data.reward_checks import FINAL, tried_text
 from grpo.data.scoring import Completion, Reward, read_completion, score, total
-from grpo.learn.expected_reward import AnswerRewards, action_tokens, last_place
+from grpo.learn.expected_reward import AnswerRewards, action_tokens
 
 
 class RewardLookup:
@@ -75,7 +75,8 @@ class RewardLookup:
             names, action = self.tokens_of(actions), completion.action
             if action is None or completion.truncated or not names:
                 continue
-            if (place := last_place(tokens, names[action])) >= 0:
+            place = max((n for n, token in enumerate(tokens) if token == names[action]), default=-1)
+            if place >= 0:
                 other = (action + 1) % actions
                 tried.append((i, place, other))
                 replaced.append([*tokens[:place], names[other], *tokens[place + 1 :]])

@@ -11,10 +11,9 @@ from conftest import read_csv
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from trainers import batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
+from trainers import batch, loss_and_gradients, make, plain_float32, policy_logps
 
 from grpo.data.prompts import sampling_seed
-from grpo.evaluate.models import TrainedModel
 from grpo.model.packing import cut_micro_batches
 from grpo.settings import FIELDS
 
@@ -115,20 +114,6 @@ def test_cut_micro_batches(drawn, token_limit, share):
     assert all(rows and (tokens(rows) <= token_limit or len(rows) == 1) for rows in cut)
     for rows, following in zip(cut, cut[1:], strict=False):
         assert tokens([*rows, following[0]]) > token_limit
-
-
-def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
-    """As TRL tokenizes them; in an evaluation too."""
-    trainer = make(tiny, tmp_path)
-    a, b = (row.prompt for row in trainer.run.rows[:2])
-    with plain_trl(trainer):
-        expected = trainer._tokenize_prompts([a, a, b, a])
-    tokenizer, tokenized = trainer.processing_class, []
-    trainer.processing_class = lambda text: tokenized.append(list(text)) or tokenizer(text=text)
-    assert trainer._tokenize_prompts([a, a, b, a]) == expected
-    trainer.generate = lambda prompt_ids, *rest: (prompt_ids, None)
-    assert TrainedModel(trainer).complete([a, a, b, a], 2) == expected[0]
-    assert tokenized == [[a, b]] * 2
 
 
 def test_sampling_seed_depends_on_seed_step_and_stream():
