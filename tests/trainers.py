@@ -15,6 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo.data.files import Row
 from grpo.data.scoring import is_by_action, load_rewards, reward_specs
 from grpo.learn.options import grpo_options
+from grpo.learn.together import adapter_of, flat_adapter
 from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
 from grpo.plan.hub import read_json
@@ -176,5 +177,19 @@ def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=Fa
         run.plan = dataclasses.replace(run.plan, micro_batch=micro_batch or run.plan.micro_batch)
         run.packing = packing or run.packing
         loss = trainer.learn(trainer.model, inputs)
-    gradients = [p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad]
-    return loss.item(), torch.cat(gradients)
+    return loss.item(), gradient_of(trainer)
+
+
+def gradient_of(trainer):
+    """All gradients of the adapter as one vector."""
+    return torch.cat([p.grad.flatten() for p in adapter_of(trainer.model)])
+
+
+def moved_by_training(trainer):
+    """How training moves the adapter, as a list. Only rank 0 calls reward functions."""
+    trainer.args.save_strategy = "no"
+    if trainer.run.ranks.rank:
+        trainer.reward_funcs = trainer.lookup.functions = [None] * len(trainer.reward_funcs)
+    before = flat_adapter(trainer.model)
+    trainer.train()
+    return (flat_adapter(trainer.model) - before).tolist()
