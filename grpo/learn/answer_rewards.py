@@ -139,14 +139,13 @@ class RewardLookup:
 def expected_text(completions: Sequence[Completion], answers: Sequence[AnswerRewards]) -> str:
     """A line on how many of a step's completions learn from their expected reward, and why the others do not."""
     sampled = [completion for completion, answer in zip(completions, answers, strict=True) if answer.column < 0]
-    truncated = sum(completion.truncated for completion in sampled)
-    unreadable = sum(completion.action is None and not completion.truncated for completion in sampled)
-    reasons = {
-        "met MAX_COMPLETION_LEN": truncated,
-        "cannot be read": unreadable,
-        "have no single token that decides the action, or no reward": len(sampled) - truncated - unreadable,
-    }
     count = len(completions)
     text = f"expected reward at the answer: {count - len(sampled)} of {count} completions of this step"
-    parts = [f"{number} {reason}" for reason, number in reasons.items() if number]
-    return f"{text}; the others are learned from as sampled: {', '.join(parts)}" if parts else text
+    if not sampled:
+        return text
+    truncated = sum(completion.truncated for completion in sampled)
+    unreadable = sum(completion.action is None and not completion.truncated for completion in sampled)
+    return (
+        f"{text}; the others are learned from as sampled: {truncated} met MAX_COMPLETION_LEN, {unreadable} cannot be "
+        f"read, {len(sampled) - truncated - unreadable} have no single token that decides the action, or no reward"
+    )
