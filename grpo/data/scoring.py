@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from grpo.data.files import Conversation, Row, reward_columns
+from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, reward_columns
 from grpo.settings import Settings, format_exception, nearest, one_line, read_number, split_commas
 from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
 
 Reward = Callable[..., list[float | None]]
+# The arguments that every reward function gets beside the columns.
+TRL_ARGUMENTS = RESERVED_ARGUMENTS - {"prompt", "completion", "environments"}
 
 
 def reward_specs(text: str) -> list[tuple[str, float]]:
@@ -151,19 +153,32 @@ def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
     return numbers
 
 
+def is_called_by_keyword(function: Callable[..., Any]) -> bool:
+    """Whether a user's function is called by keyword alone, as in TRL. If the name of its first argument is not one of
+    TRL's, it gets the completions by position."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built into Python, without a signature
+        return True
+    positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return not positional or positional[0] in TRL_ARGUMENTS or "completions" in parameters
+
+
 def reward_callable(name: str, settings: Settings, title: str | None = None) -> Reward:
     """A wrapper for a reward function, `async` or not, that `score` can call. It has the name `title` for the logs,
     passes INVALID_REWARD and raises RewardError for any error.
 
-    Functions are called by keyword as in TRL; the project's own get completions with special tokens."""
+    A user's function is called by keyword as in TRL. The project's own functions, and a user's function whose first
+    argument has a name that TRL does not use, get completions with special tokens as their first argument."""
     function, is_users = load_reward(name), ":" in name
     options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
+    by_keyword = is_users and is_called_by_keyword(function)
 
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
-        texts = completions if is_users else columns.get("raw_completions", completions)
+        texts = completions if by_keyword else columns.get("raw_completions", completions)
         arguments, count = columns | options, len(completions)  # A function may change the list.
         try:
-            values = function(completions=texts, **arguments)
+            values = function(completions=texts, **arguments) if by_keyword else function(texts, **arguments)
             values = asyncio.run(values) if inspect.iscoroutine(values) else values
         except KeyboardInterrupt:
             raise

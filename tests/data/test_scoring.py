@@ -74,6 +74,17 @@ TEXT = Row(
 CHAT = dataclasses.replace(TEXT, given=[{"role": "user", "content": "2 + 2?"}])
 
 
+@pytest.mark.parametrize("row", [TEXT, CHAT])
+def test_a_first_argument_of_another_name_gets_whole_turns(row, tmp_path, monkeypatch):
+    """By position; test_wiring.py shows that all other functions are called as TRL calls them."""
+    module = (
+        "def turns(texts, *, prompts, **columns): return [float(x.startswith('<|start|>assistant')) for x in texts]"
+    )
+    (tmp_path / "my_turns.py").write_text(module)
+    monkeypatch.chdir(tmp_path)
+    assert scores("my_turns:turns", row, ["so 4", "boxed{4}"]) == [1.0, 1.0]
+
+
 SOLVED = dataclasses.replace(CHAT, columns={"solution": "$4$"})
 
 

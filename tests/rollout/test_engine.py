@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import sys
@@ -14,7 +13,7 @@ import pytest
 import torch
 import triton
 from conftest import read_csv
-from engines import prompts_of, set_adapter, trainer_with_engine
+from engines import prompts_of, set_adapter
 from machines import H100
 
 from grpo.evaluate.models import TrainedModel
@@ -30,11 +29,6 @@ from grpo.rollout.engine import (
 )
 from grpo.rollout.vllm_patches import close_process_group
 from grpo.settings import Settings
-
-
-@pytest.fixture
-def build(tiny, tmp_path):
-    return functools.partial(trainer_with_engine, tiny, tmp_path)
 
 
 def test_a_seed_is_a_rollout(build):

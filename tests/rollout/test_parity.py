@@ -4,24 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 
 import pytest
 import torch
-from engines import digest, set_adapter, trainer_with_engine
+from engines import digest, set_adapter
 from stub_vllm import SYNCS
 
 from grpo.rollout import weight_sync
 from grpo.rollout.parity import MismatchCheck, ParityError, check_mismatch, parity_problem
 
 MOMENTS = ("before the first step", "after a sleep")
-
-
-@pytest.fixture
-def build(tiny, tmp_path):
-    return functools.partial(trainer_with_engine, tiny, tmp_path)
 
 
 @pytest.mark.parametrize(("sync", "targets"), [("merge", "all-linear"), ("lora", "all-linear"), ("lora", "experts")])
