@@ -35,7 +35,6 @@ class RewardLookup:
         self.functions, self.weights, self.looked_up = functions, weights, looked_up
         self.columns, self.tokenizer = columns, tokenizer
         self.tables: dict[str, list[float]] = {}  # row id -> rewards
-        self.tokens: dict[int, list[int]] = {}  # number of actions -> their tokens
 
     def rewards_of_actions(self, row: Row, state: TrainerState) -> list[float]:
         """Weighted rewards of an unreadable answer and of each action of `row`, summed over the looked-up functions;
@@ -56,12 +55,6 @@ class RewardLookup:
             ]
         return self.tables[row.id]
 
-    def tokens_of(self, actions: int) -> list[int]:
-        """`action_tokens` of so many actions, asked of the tokenizer once; empty for a row without actions."""
-        if actions not in self.tokens:
-            self.tokens[actions] = action_tokens(self.tokenizer, actions) if actions else []
-        return self.tokens[actions]
-
     def answer_columns(self, completions: Sequence[Completion], ids: Sequence[Sequence[int]]) -> list[int]:
         """Place of the token in each completion that names its action; -1 where the completion met MAX_COMPLETION_LEN,
         or no single token decides the action.
@@ -71,9 +64,8 @@ class RewardLookup:
         """
         columns, replaced, tried = [-1] * len(completions), [], []
         for i, (completion, tokens) in enumerate(zip(completions, ids, strict=True)):
-            actions = len(completion.row.rewards)
-            names, action = self.tokens_of(actions), completion.action
-            if action is None or completion.truncated or not names:
+            actions, action = len(completion.row.rewards), completion.action
+            if action is None or completion.truncated or not (names := action_tokens(self.tokenizer, actions)):
                 continue
             place = max((n for n, token in enumerate(tokens) if token == names[action]), default=-1)
             if place >= 0:
@@ -114,7 +106,7 @@ class RewardLookup:
                 AnswerRewards(
                     base=unreadable + others,
                     column=column,
-                    tokens=self.tokens[len(actions)],
+                    tokens=action_tokens(self.tokenizer, len(actions)),
                     gains=[reward - unreadable for reward in actions],
                     others=others,
                     surplus=looked_up - actions[action],
@@ -132,7 +124,7 @@ class RewardLookup:
                 answers.append(AnswerRewards(math.nan))
                 continue
             gains = [reward - unreadable for reward in actions]
-            answers.append(AnswerRewards(unreadable, 0, self.tokens_of(len(actions)), gains))
+            answers.append(AnswerRewards(unreadable, 0, action_tokens(self.tokenizer, len(actions)), gains))
         return answers
 
 

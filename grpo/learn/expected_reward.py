@@ -12,6 +12,7 @@ Sources: Mean Actor-Critic (1709.00503), Expected Policy Gradients (1706.05374),
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -74,12 +75,8 @@ class StepRewards:
         """(B,) bool: which completions learn from their expected reward."""
         return self.column >= 0
 
-    def up_to_answer(self, mask: Tensor) -> Tensor:
-        """The completions' `mask` (B, C) with nothing behind the answer's token, and nothing at all of completions that
-        have none: what a pass for the probabilities of the actions has to compute."""
-        return mask * (torch.arange(mask.size(1), device=mask.device) <= self.column[:, None])
 
-
+@functools.cache
 def action_tokens(tokenizer: PreTrainedTokenizerBase, actions: int) -> list[int]:
     """The token that names each of so many actions in `[k]`; empty where a name takes several tokens, or changes the
     tokens around it."""

@@ -45,8 +45,6 @@ def grpo_options(
         "num_generations": s.PROMPTS_PER_STEP if s.DIRECT_ANSWERS else s.NUM_GENERATIONS,
         # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into micro-batches.
         "per_device_train_batch_size": s.completions_per_step,
-        "gradient_accumulation_steps": 1,
-        "steps_per_generation": 1,
         "max_completion_length": s.MAX_COMPLETION_LEN,
         "epsilon_high": epsilon_high,
         "mask_truncated_completions": s.MASK_TRUNCATED,
@@ -57,7 +55,6 @@ def grpo_options(
         "use_vllm": False,
         "vllm_importance_sampling_correction": False,
         "logging_steps": 1,
-        "save_strategy": "steps",
         "report_to": trackers or "none",
         "run_name": run_folder(s).name,
         "project": run_folder(s).name,  # for trackio, where all runs would share the project `huggingface`
