@@ -119,12 +119,10 @@ class RewardLookup:
         action was chosen. A row where a function leaves an answer out has no reward."""
         answers = []
         for row in rows:
-            unreadable, *actions = self.rewards_of_actions(row, state)
-            if any(map(math.isnan, (unreadable, *actions))):
-                answers.append(AnswerRewards(math.nan))
-                continue
+            unreadable, *actions = table = self.rewards_of_actions(row, state)
             gains = [reward - unreadable for reward in actions]
-            answers.append(AnswerRewards(unreadable, 0, action_tokens(self.tokenizer, len(actions)), gains))
+            answer = AnswerRewards(unreadable, 0, action_tokens(self.tokenizer, len(actions)), gains)
+            answers.append(AnswerRewards(math.nan) if any(map(math.isnan, table)) else answer)
         return answers
 
 

@@ -41,9 +41,7 @@ def load_json(path, **columns):
 
 SYSTEM = ["system", *USER]
 ACCEPTED = [
-    ("a rendered prompt", HEADER, [GOOD[0], 0.5, 0.25], [("rendered", GOOD[0])]),
     ("plain text is the user's message", HEADER, ["Go", 0.5, 0.25], [("user", "Go")]),
-    ("both columns", SYSTEM, ["Be brief.", "Go", 0.5, 0.25], [("system", "Be brief."), ("user", "Go")]),
     ("an empty system cell", SYSTEM, ["", "Go", 0.5, 0.25], [("user", "Go")]),
     ("columns in any order", ["user", "reward_action_1", "reward_action_0"], ["Go", 0.25, 0.5], [("user", "Go")]),
     ("no rewards: q_action_k is a column like others", ["user", "q_action_0"], ["Go", "why"], [("user", "Go")]),
@@ -70,12 +68,6 @@ def test_messages_may_be_text(tmp_path, write):
     rows, problems = load_table(tmp_path / "d.csv", header, [write(TALK), "", 1, 2], ["[{in braces}]", "", 1, 2])
     assert not problems and rows[0].messages == MESSAGES and rows[0].given == TALK
     assert rows[1].messages == (("user", "[{in braces}]"),) and rows[1].given == "[{in braces}]", "else a user's text"
-
-
-def test_messages_get_a_system_message_where_they_have_none(tmp_path):
-    for talk, messages in ((TALK[1:], (("system", "own"), ("user", "it's 7"))), (TALK, MESSAGES)):
-        rows, problems = load_json(tmp_path / "d.jsonl", prompt=talk, system=" own ")
-        assert not problems and rows[0].messages == messages
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):

@@ -55,8 +55,9 @@ def test_the_same_rows_in_every_format(tmp_path):
 OURS, BRIEF, GO = ("system", "Ours"), ("system", "Be brief."), ("user", "Go")
 PROMPTS = [  # row, its messages where the system prompt is "Ours"
     ({"question": "6 * 7?", "answer": "#### 42"}, (OURS, ("user", "6 * 7?"))),
-    ({"prompt": CHAT}, (BRIEF, GO)),
+    ({"prompt": CHAT, "system": "Mine"}, (BRIEF, GO)),
     ({"prompt": CHAT[1:], "answer": {"a": [1]}}, (OURS, GO)),
+    ({"prompt": CHAT[1:], "system": " Mine "}, (("system", "Mine"), GO)),
     ({"prompt": [{"role": "developer", "content": "Mine"}, *CHAT[1:]]}, (("developer", "Mine"), GO)),
     ({"prompt": RENDERED.format("x")}, (("rendered", RENDERED.format("x")),)),
     ({"user": "Go", "system": "Mine"}, (("system", "Mine"), GO)),
@@ -69,7 +70,7 @@ def test_what_a_prompt_may_be(tmp_path):
     path = write(tmp_path / "d.jsonl", "\n".join(json.dumps(row) for row, _ in PROMPTS))
     rows, problems = load(path, "Ours")
     assert not problems and [row.messages for row in rows] == [messages for _, messages in PROMPTS]
-    assert [isinstance(row.given, str) for row in rows].index(True) == 4, "the file has a user column"
+    assert [isinstance(row.given, str) for row in rows].index(True) == 5, "the file has a user column"
     assert rows[2].columns["answer"] == {"a": [1]}, "columns keep their type"
 
 

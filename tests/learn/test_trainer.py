@@ -10,7 +10,6 @@ import torch
 from conftest import read_csv
 from trainers import batch, loss_and_gradients, make, plain_float32, policy_logps
 
-from grpo.data.prompts import sampling_seed
 from grpo.settings import FIELDS
 
 pytestmark = pytest.mark.numeric
@@ -87,10 +86,6 @@ def test_micro_batch_is_exact_for_completions_of_full_length(tiny, tmp_path):
     for micro_batch, expected in ((1, [[0], [1], [2], [3]]), (3, [[0, 1, 2], [3]])):
         trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
         assert [rows.tolist() for rows, _ in trainer.micro_batches(inputs)] == expected
-
-
-def test_sampling_seed_depends_on_seed_step_and_stream():
-    assert len({sampling_seed(s, n, stream) for s in (1, 2) for n in (0, 1) for stream in ("train", "evaluation")}) == 8
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -137,12 +137,3 @@ def test_a_check_that_is_off_is_logged(build, caplog):
 def test_parity_problem(mean, control, words):
     problem = parity_problem(mean, control, 0.05)
     assert problem is None if words is None else words in problem
-
-
-def test_an_engine_that_fails_while_a_mismatch_is_explained_does_not_hide_it(build):
-    """Exit code 3 is the mismatch's, whatever the engine does afterwards."""
-    trainer = build()
-    trainer.run.engine.llm.ignore_adapter = True
-    trainer.run.engine.llm.fail["apply_model"] = (2, RuntimeError("the engine is gone"))
-    with pytest.raises(ParityError, match="could not be compared: .*the engine is gone"):
-        check_mismatch(trainer)
