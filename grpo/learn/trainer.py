@@ -374,7 +374,8 @@ class Trainer(Learner):
             speed = self.rollout_tokens / max(self.timer.parts["rollout"], 1e-9)
             row["rollout_tokens_per_s"] = None if self.run.settings.DIRECT_ANSWERS else speed
             row |= dict.fromkeys((*EVALUATED, "eval_s"))
-            if self.is_evaluated(self.state.global_step):
+            s, step = self.run.settings, self.state.global_step
+            if s.EVAL_STEPS and step % s.EVAL_STEPS == 0 and step < s.TOTAL_STEPS:  # The last one is measured later.
                 row |= self.run_on_rank0(self.measured) or {}
             # These go to the trackers. TRL logs the means of the reward functions under names of its own.
             rates = self.run_log.rates if self.run_log else {}
@@ -392,8 +393,3 @@ class Trainer(Learner):
         # Measuring does not change what is learned, as every rollout sets torch's seed.
         figures = self.measure(self)
         return figures | {"eval_s": time.perf_counter() - started}
-
-    def is_evaluated(self, step: int) -> bool:
-        """Whether the model is measured at `step` while it trains: the last step is measured after training."""
-        s = self.run.settings
-        return bool(s.EVAL_STEPS) and step % s.EVAL_STEPS == 0 and step < s.TOTAL_STEPS
