@@ -60,7 +60,7 @@ PROMPTS = [  # row, its messages where the system prompt is "Ours"
     ({"prompt": CHAT[1:], "system": " Mine "}, (("system", "Mine"), GO)),
     ({"prompt": [{"role": "developer", "content": "Mine"}, *CHAT[1:]]}, (("developer", "Mine"), GO)),
     ({"prompt": RENDERED.format("x")}, (("rendered", RENDERED.format("x")),)),
-    ({"user": "Go", "system": "Mine"}, (("system", "Mine"), GO)),
+    ({"user": " Go", "system": "Mine"}, (("system", "Mine"), GO)),
     ({"user": "Go", "system": None}, (OURS, GO)),
 ]
 
@@ -71,6 +71,9 @@ def test_what_a_prompt_may_be(tmp_path):
     rows, problems = load(path, "Ours")
     assert not problems and [row.messages for row in rows] == [messages for _, messages in PROMPTS]
     assert [isinstance(row.given, str) for row in rows].index(True) == 5, "the file has a user column"
+    assert [message["content"] for row in rows[-2:] for message in row.given] == ["Mine", " Go", "Go"], (
+        "as it stands there"
+    )
     assert rows[2].columns["answer"] == {"a": [1]}, "columns keep their type"
 
 

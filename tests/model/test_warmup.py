@@ -128,7 +128,7 @@ def test_the_warm_up_learns_format_text_and_readings(model, rows):
     before, first, wrong = figures(model, rows), text(), misread()
     training.phase(0.9, RECIPE.lr, print)
     assert figures(model, rows)["parse_rate"] > 10 * before["parse_rate"] and text() < first - 0.3
-    assert misread() < wrong - 0.1 and training.step == 36
+    assert misread() < 0.72 * wrong and training.step == 36
     stored = quantize_experts(model)
     kept = model.model.layers[1].mlp.experts.down_proj.clone()
     training.phase(1.0, RECIPE.lr / 4, print)
