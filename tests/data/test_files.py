@@ -39,10 +39,8 @@ def load_json(path, **columns):
     return load(path)
 
 
-SYSTEM = ["system", *USER]
 ACCEPTED = [
     ("plain text is the user's message", HEADER, ["Go", 0.5, 0.25], [("user", "Go")]),
-    ("an empty system cell", SYSTEM, ["", "Go", 0.5, 0.25], [("user", "Go")]),
     ("columns in any order", ["user", "reward_action_1", "reward_action_0"], ["Go", 0.25, 0.5], [("user", "Go")]),
     ("no rewards: q_action_k is a column like others", ["user", "q_action_0"], ["Go", "why"], [("user", "Go")]),
     ("spaces, exponents, signs", [" user ", *USER[1:]], ["Go", " 5e-1 ", "+.25"], [("user", "Go")]),
