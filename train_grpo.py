@@ -184,7 +184,7 @@ def train(resolved: ResolvedRun) -> int:
     context = RunContext(
         s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks, looked_up=resolved.looked_up
     )
-    options = grpo_options(s, torch.cuda.is_available(), specs)
+    options = grpo_options(s, torch.cuda.is_available(), specs, resolved.scale_rewards, resolved.epsilon_high)
     # Only rank 0 writes into OUTPUT_DIR.
     output_dir = scratch_folder(Path(tempfile.gettempdir())) if ranks.rank else folder
     if ranks.rank:

@@ -29,9 +29,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.settings import fold
 
-FIGURES = """{explained:.0%} of what there is to read is read; at temperature 1: parse rate {parse_rate:.3f}, \
-mean reward {reward:.3f} (greedy {greedy:.3f}, random {random:.3f}, best constant {best_constant:.3f}, oracle \
-{oracle:.3f})"""
+FIGURES = """at temperature 1: parse rate {parse_rate:.3f}, mean reward {reward:.3f} (greedy {greedy:.3f}, random \
+{random:.3f}, best constant {best_constant:.3f}, oracle {oracle:.3f})"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -88,7 +88,7 @@ def frame(folder: Path) -> tuple[list[str], bool]:
         lines.append(f"parse rate  {last['parse_rate']:.2f}, clipped {last['clipped_ratio']:.2f}")
         lines.append(f"length      {last['tokens_mean']:,.0f} tokens, longest {last['tokens_max']:,.0f}")
     if not math.isnan(last["gpu_peak_gib"]):
-        lines.append(f"GPU         {last['gpu_peak_gib']:.1f} GiB, busy {last['gpu_utilization']:.0f} % of the step")
+        lines.append(f"GPU         {last['gpu_peak_gib']:.1f} GiB")
     return [*lines, *news], status == DONE
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import logging
 import os
 import signal
@@ -54,6 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files first whose few tests take longest, because they start whole runs. Each file goes to the next free
     one of two workers: at the end neither waits long for the other."""
     items.sort(key=lambda item: item.path.parent.name not in ("run", "evaluate", "learn"))
+
+
+@pytest.fixture
+def build(tiny: Path, tmp_path: Path) -> Callable:
+    """Builds trainers with a stub of vLLM beside them."""
+    from engines import trainer_with_engine  # late: most tests need no torch
+
+    return functools.partial(trainer_with_engine, tiny, tmp_path)
 
 
 @pytest.fixture

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 
+import torch
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
 from grpo.model.load import load_model
 
 
@@ -14,3 +17,9 @@ def config_of(tiny):
 
 def load(tiny, experts):
     return load_model(str(tiny), config_of(tiny), "eager", experts)
+
+
+def stock_model(folder, **options):
+    """transformers' own model in BF16, with MXFP4 experts dequantized."""
+    options |= {"dtype": torch.bfloat16, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True), **options)

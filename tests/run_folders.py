@@ -33,7 +33,7 @@ STEP = {"parse_rate": 0.9, "best_action_rate": 0.5, "clipped_ratio": 0.1, "token
 STEP |= {"zero_std_fraction": 0.1, "rollout_s": 2, "reward_s": 0.1, "learn_s": 3, "step_s": 5.1}
 STEP |= {"rollout_tokens_per_s": 900}
 GPU = {"entropy": 0.5, "logp_diff_mean": 0.02, "logp_diff_max": 0.9, "is_ratio_mean": 1.01, "wake_s": 0.4}
-GPU |= {"handover_s": 0.1, "sleep_s": 0.1, "gpu_peak_gib": 61.5, "gpu_utilization": 87.4}
+GPU |= {"handover_s": 0.1, "sleep_s": 0.1, "gpu_peak_gib": 61.5}
 SETTINGS = {"TOTAL_STEPS": 30, "MODEL_ID": "tiny", "DATA": "/home/someone/days.csv", "EVAL_SAMPLES": 8}
 SETTINGS |= {"PROMPTS_PER_STEP": 8, "NUM_GENERATIONS": 8}
 

@@ -15,12 +15,13 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo.data.files import Row
 from grpo.data.scoring import is_by_action, load_rewards, reward_specs
 from grpo.learn.options import grpo_options
+from grpo.learn.together import adapter_of, flat_adapter
 from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
 from grpo.plan.hub import read_json
 from grpo.plan.memory import Plan
 from grpo.preflight.adapter import lora_options
-from grpo.preflight.choices import choose_rewards
+from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
 from grpo.run.ending import StopRequest
 from grpo.run.ranks import Ranks
 from grpo.settings import Settings
@@ -39,6 +40,7 @@ def build(settings, tiny, folder, ranks=None, rows=None):
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
     specs = reward_specs(choose_rewards(settings.REWARDS, rows)[0])
     looked_up = tuple(n for n, (name, _) in enumerate(specs) if settings.EXPECTED_REWARD and is_by_action(name))
+    scale = choose_scale_rewards(settings.SCALE_REWARDS)[0]
     return Trainer(
         RunContext(
             settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks=ranks or Ranks(), looked_up=looked_up
@@ -46,7 +48,7 @@ def build(settings, tiny, folder, ranks=None, rows=None):
         load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**lora_options(settings)),
-        GRPOConfig(**grpo_options(settings, False, specs)),
+        GRPOConfig(**grpo_options(settings, False, specs, scale, choose_epsilon_high(settings)[0])),
         load_rewards(specs, settings),
     )
 
@@ -175,5 +177,19 @@ def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=Fa
         run.plan = dataclasses.replace(run.plan, micro_batch=micro_batch or run.plan.micro_batch)
         run.packing = packing or run.packing
         loss = trainer.learn(trainer.model, inputs)
-    gradients = [p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad]
-    return loss.item(), torch.cat(gradients)
+    return loss.item(), gradient_of(trainer)
+
+
+def gradient_of(trainer):
+    """All gradients of the adapter as one vector."""
+    return torch.cat([p.grad.flatten() for p in adapter_of(trainer.model)])
+
+
+def moved_by_training(trainer):
+    """How training moves the adapter, as a list. Only rank 0 calls reward functions."""
+    trainer.args.save_strategy = "no"
+    if trainer.run.ranks.rank:
+        trainer.reward_funcs = trainer.lookup.functions = [None] * len(trainer.reward_funcs)
+    before = flat_adapter(trainer.model)
+    trainer.train()
+    return (flat_adapter(trainer.model) - before).tolist()

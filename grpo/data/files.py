@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,7 @@ class Row:
     columns: Columns
     prompt: str = ""
     q: tuple[float, ...] = ()
-    conversational: bool = False  # the file holds messages, so reward functions are called with messages
+    given: str | Conversation = ""  # the prompt as the file holds it, in which form TRL passes it to reward functions
 
     @property
     def id(self) -> str:
@@ -158,11 +158,6 @@ def as_conversation(prompt: Cell) -> Cell:
     return prompt
 
 
-def prompt_column(columns: Mapping[str, Cell]) -> str:
-    """The column that may hold a conversation: `prompt`, or `messages` in a file that has none of PROMPT_COLUMNS."""
-    return "messages" if "messages" in columns and not any(name in columns for name in PROMPT_COLUMNS) else "prompt"
-
-
 def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -> Messages:
     """The messages of the column `name`, which holds a list of them as in TRL's data sets; () after a problem."""
     try:
@@ -184,36 +179,38 @@ def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -
     return ()
 
 
-def read_messages(where: str, columns: Columns, system: str, problems: Problems) -> Messages:
-    """The messages of a row, or (("rendered", text),); () after a problem. `system` is the default."""
-    column = prompt_column(columns)
+def read_messages(where: str, columns: Columns, system: str, problems: Problems) -> tuple[Messages, str | Conversation]:
+    """The messages of a row, or (("rendered", text),), and the prompt that TRL passes to reward functions; () and ""
+    after a problem. `system` is the default."""
+    has_prompt = any(name in columns for name in PROMPT_COLUMNS)
+    column = "messages" if "messages" in columns and not has_prompt else "prompt"
     conversation = as_conversation(columns.get(column))
     if column == "messages" or not isinstance(conversation, (str, type(None))):
         messages = read_conversation(where, column, conversation, problems)
         system = str(columns.get("system") or "").strip() or system
         is_added = system and messages and messages[0][0] not in INSTRUCTING
-        return (("system", system), *messages) if is_added else messages
+        return (("system", system), *messages) if is_added else messages, conversation
     cells = {name: "" if columns.get(name) is None else columns[name] for name in (*PROMPT_COLUMNS, "system")}
     for name, cell in cells.items():
         if not isinstance(cell, str):
             problems.add(f"{where}, column {name}", f"{cell!r} is not text", "Write it as text")
-            return ()
-    column = filled_column(cells)
+            return (), ""
+    column = next((name for name in PROMPT_COLUMNS if cells[name].strip()), "")
     if not column:
         column = next(name for name in PROMPT_COLUMNS if name in columns)
         problems.add(f"{where}, column {column}", "the prompt is empty", "Fill it in or remove the row")
-    prompt, system = cells[column], cells["system"].strip() or system
-    if column != "prompt" or not prompt.strip().startswith("<|start|>"):
-        return (("system", system), ("user", prompt.strip())) if system else (("user", prompt.strip()),)
-    if not re.search(r"<\|start\|>assistant(?:<\|channel\|>[^<]*(?:<\|message\|>)?)?\Z", prompt):
-        problem = "a rendered prompt must end where the assistant begins"
-        problems.add(f"{where}, column prompt", problem, "End it with <|start|>assistant")
-    return (("rendered", prompt),)
-
-
-def filled_column(columns: Columns) -> str:
-    """The name of the first column of PROMPT_COLUMNS that holds text; an empty string if all are empty."""
-    return next((name for name in PROMPT_COLUMNS if (columns.get(name) or "").strip()), "")
+    prompt, own_system = cells[column], cells["system"]
+    if column == "prompt" and prompt.strip().startswith("<|start|>"):
+        if not re.search(r"<\|start\|>assistant(?:<\|channel\|>[^<]*(?:<\|message\|>)?)?\Z", prompt):
+            problem = "a rendered prompt must end where the assistant begins"
+            problems.add(f"{where}, column prompt", problem, "End it with <|start|>assistant")
+        return (("rendered", prompt),), prompt
+    given: str | Conversation = prompt
+    if "user" in columns:
+        given = [{"role": "system", "content": own_system}] if own_system.strip() else []
+        given.append({"role": "user", "content": prompt})
+    user, system = ("user", prompt.strip()), own_system.strip() or system
+    return (("system", system), user) if system else (user,), given
 
 
 def make_rows(
@@ -226,7 +223,7 @@ def make_rows(
         columns |= (rewards := read_numbers(where, columns, names, problems))
         # They stay text in `columns`: a run recognizes its data by `data_fingerprint`, which includes that text.
         q = read_numbers(where, columns, q_names, problems)
-        messages = read_messages(where, columns, system, problems)
+        messages, given = read_messages(where, columns, system, problems)
         if not all(is_text(text) for _, text in messages):
             problems.add(where, "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8")
         tokens = dict.fromkeys(
@@ -236,9 +233,7 @@ def make_rows(
             problem = f"it holds {', '.join(tokens)}: the model reads these as the begin or end of a message"
             fix = "Take it out, or write the whole prompt rendered, from its first <|start|> on"
             problems.add(where, problem, fix)
-        cell = as_conversation(columns.get(prompt_column(columns)))
-        conversational = "user" in columns or not isinstance(cell, (str, type(None)))
-        yield Row(name, number, messages, (*rewards.values(),), columns, "", (*q.values(),), conversational)
+        yield Row(name, number, messages, (*rewards.values(),), columns, "", (*q.values(),), given)
 
 
 def merge_alike(problems: Iterable[str]) -> list[str]:
@@ -260,8 +255,11 @@ def read_file(
     new_problems = Problems()
     try:
         header, records = read(new_problems)
+        problems_of_rows = len(new_problems)
         actions = check_header(name, header, new_problems)
-        lazy = make_rows(name, header, () if new_problems else records, actions if rewards else 0, system, new_problems)
+        if len(new_problems) > problems_of_rows:
+            records = []  # Rows below a wrong header would repeat its problem.
+        lazy = make_rows(name, header, records, actions if rewards else 0, system, new_problems)
         rows = list(with_progress(f"reading {name}", lazy))
     except UnreadableFile as error:
         problems.add(*error.args)
@@ -304,22 +302,6 @@ def data_fingerprint(rows: Sequence[Row]) -> str:
     for row in rows:
         digest.update(json.dumps([row.messages, row.rewards, sorted(row.columns.items())], default=str).encode())
     return digest.hexdigest()
-
-
-def data_prompt(row: Row) -> str | Conversation:
-    """The prompt as the file holds it, in which form TRL passes it to reward functions: text, or a list of messages."""
-    role, text = row.messages[0]
-    if role == "rendered":
-        return text
-    if isinstance(conversation := as_conversation(row.columns.get(prompt_column(row.columns))), list):
-        return conversation
-    column = filled_column(row.columns)
-    text = row.columns[column] if column else row.messages[-1][1]
-    if not row.conversational:
-        return text
-    system = row.columns.get("system") or ""
-    messages = [] if not system.strip() else [{"role": "system", "content": system}]
-    return [*messages, {"role": "user", "content": text}]
 
 
 def reward_columns(row: Row) -> Columns:

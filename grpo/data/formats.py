@@ -8,7 +8,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from grpo.settings import ROOT, Problems, format_exception
 Cell = Any  # Text in a CSV; any value that JSON or Parquet can hold in other formats.
 Columns = dict[str, Cell]
 Record = tuple[str, Columns]  # The location for messages ("FILE, row 3"), and the columns of the record.
-Table = tuple[list[str], Iterator[Record]]  # The names of the columns, and the records, which are read lazily.
+Table = tuple[list[str], list[Record]]  # The names of the columns, and the records.
 
 csv.field_size_limit(2**31 - 1)  # Cells of data and logs may exceed Python's default of 131,072 characters.
 
@@ -39,36 +39,30 @@ def read_text(path: Path) -> str:
         raise UnreadableFile(f"{path}, line {line}", f"byte {error.start} is not UTF-8", fix) from None
 
 
-def split_csv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """(first line, cells) of the header and of every row of a CSV that is not empty. Raises UnreadableFile."""
-    reader, start = csv.reader(io.StringIO(read_text(path), newline=""), strict=True), 1
-    try:
-        for cells in reader:
-            if cells:
-                yield start, cells
-            start = reader.line_num + 1
-    except csv.Error as error:
-        fix = "Close every quote, and double quotes inside a quoted cell"
-        raise UnreadableFile(f"{path}, from line {start} on", f"broken CSV quoting ({error})", fix) from None
-
-
 def read_csv_table(path: Path, problems: Problems) -> Table:
     """The table of a CSV; a row of another length than the header is a problem. Raises UnreadableFile."""
-    lines = split_csv(path)
-    header = [name.strip() for name in next(lines, (0, []))[1]]
+    reader, line = csv.reader(io.StringIO(read_text(path), newline=""), strict=True), 1
+    header: list[str] = []
+    records: list[Record] = []
+    number = 0
+    try:
+        for cells in reader:
+            if cells and header:
+                number += 1
+                where = f"{path}, row {number} (line {line})"
+                if len(cells) == len(header):
+                    records.append((where, dict(zip(header, cells, strict=True))))
+                else:
+                    problem = f"it has {len(cells)} cells, the header has {len(header)}"
+                    problems.add(where, problem, "Quote cells that hold commas or line breaks")
+            header = header or [name.strip() for name in cells]
+            line = reader.line_num + 1
+    except csv.Error as error:
+        fix = "Close every quote, and double quotes inside a quoted cell"
+        raise UnreadableFile(f"{path}, from line {line} on", f"broken CSV quoting ({error})", fix) from None
     if not header:
         raise UnreadableFile(path, "it is empty", "Give it a header and at least one row")
-
-    def records() -> Iterator[Record]:
-        for number, (line, cells) in enumerate(lines, 1):
-            where = f"{path}, row {number} (line {line})"
-            if len(cells) == len(header):
-                yield where, dict(zip(header, cells, strict=True))
-            else:
-                problem = f"it has {len(cells)} cells, the header has {len(header)}"
-                problems.add(where, problem, "Quote cells that hold commas or line breaks")
-
-    return header, records()
+    return header, records
 
 
 def table_of(name: str | Path, rows: Sequence[Columns], lines: Sequence[int] = ()) -> Table:
@@ -77,13 +71,11 @@ def table_of(name: str | Path, rows: Sequence[Columns], lines: Sequence[int] = (
     if not rows:
         raise UnreadableFile(name, "it is empty", "Give it at least one row")
     header = list(dict.fromkeys(key.strip() for row in rows for key in row))
-
-    def records() -> Iterator[Record]:
-        for number, row in enumerate(rows, 1):
-            where = f"{name}, row {number} (line {lines[number - 1]})" if lines else f"{name}, row {number}"
-            yield where, dict.fromkeys(header) | {key.strip(): cell for key, cell in row.items()}
-
-    return header, records()
+    places = [f" (line {line})" for line in lines] or [""] * len(rows)
+    return header, [
+        (f"{name}, row {number}{place}", dict.fromkeys(header) | {key.strip(): cell for key, cell in row.items()})
+        for number, (row, place) in enumerate(zip(rows, places, strict=True), 1)
+    ]
 
 
 def read_json_table(path: Path, problems: Problems) -> Table:

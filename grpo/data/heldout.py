@@ -70,7 +70,8 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     if not share:
         return Split(list(rows), [], "EVAL_SHARE=0: all rows of DATA are training rows")
     keys = [group_of(row) for row in rows]
-    hashes = {key: hash_of(key) for key in keys}
+    digests = {key: hashlib.sha256(json.dumps(key).encode()).digest() for key in keys}
+    hashes = {key: int.from_bytes(digest[:8], "big") / 2**64 for key, digest in digests.items()}  # from 0 to 1
     kinds = " and ".join(sorted({f"{kind}s" for kind, _ in hashes}))
     if len(hashes) < LEAST_GROUPS:
         reason = f"none: DATA has {len(hashes)} {kinds or 'prompts'}, and it takes {LEAST_GROUPS} to hold some out"
@@ -110,8 +111,3 @@ def date_of(row: Row) -> str | None:
 def prompt_of(row: Row) -> str:
     """A row's prompt as one text, without system messages: SYSTEM_PROMPT may have added one."""
     return json.dumps([message for message in row.messages if message[0] not in INSTRUCTING])
-
-
-def hash_of(group: tuple[str, str]) -> float:
-    """A number from 0 to 1 that depends on a group's day or prompt alone."""
-    return int.from_bytes(hashlib.sha256(json.dumps(group).encode()).digest()[:8], "big") / 2**64

@@ -92,34 +92,35 @@ def render_rows(
 ) -> tuple[list[Row], int]:
     """The rows with their prompts rendered, and the longest prompt in tokens. A prompt longer than MAX_PROMPT_LEN is
     a problem. So is a template or tokenizer that fails: then the rows are returned unchanged, with a length of 0."""
-    where, rendered = f"MODEL_ID={settings.MODEL_ID}", []
+    rendered = []
+
+    def refused(problem: str, fix: str, where: str = f"MODEL_ID={settings.MODEL_ID}") -> tuple[list[Row], int]:
+        problems.add(where, problem, fix)
+        return list(rows), 0
+
     for row in with_progress("rendering prompts", rows, total=len(rows)):
         role, prompt = row.messages[0]
         if role != "rendered":
             if template is None:
                 problem = f"it has no chat template, and {row.file} holds prompts that are not rendered"
-                problems.add(where, problem, "Add chat_template.jinja to the model, or give rendered prompts")
-                return list(rows), 0
+                return refused(problem, "Add chat_template.jinja to the model, or give rendered prompts")
             try:
                 prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE)
             except Exception as error:  # a template may raise anything
                 problem = f"its chat template fails on {row.file}, row {row.number} ({format_exception(error)})"
-                problems.add(where, problem, "Download the model again, or write what its template takes")
-                return list(rows), 0
+                return refused(problem, "Download the model again, or write what its template takes")
         if settings.DIRECT_ANSWERS:
             try:
                 prompt = open_answer(prompt)
             except ValueError as error:
-                problems.add(f"{row.file}, row {row.number}", str(error), "End it with <|start|>assistant")
-                return list(rows), 0
+                return refused(str(error), "End it with <|start|>assistant", f"{row.file}, row {row.number}")
         rendered.append(dataclasses.replace(row, prompt=prompt))
     try:
         lengths = count_tokens(tokenizer, list(dict.fromkeys(row.prompt for row in rendered)))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a panic in the Rust code of tokenizers is a BaseException
-        problems.add(where, f"its tokenizer.json fails ({format_exception(error)})", "Download the model again")
-        return list(rows), 0
+        return refused(f"its tokenizer.json fails ({format_exception(error)})", "Download the model again")
     too_long = [row for row in rendered if lengths[row.prompt] > settings.MAX_PROMPT_LEN]
     if too_long:
         row = max(too_long, key=lambda row: lengths[row.prompt])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, data_prompt, reward_columns
+from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, reward_columns
 from grpo.settings import Settings, format_exception, nearest, one_line, read_number, split_commas
 from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
 
@@ -113,8 +113,7 @@ def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: boo
     prompt is a list of messages."""
     turn = rewards.assistant_turn(row.prompt, text)
     action = rewards.parse_action(turn, len(row.rewards)) if row.rewards else None
-    is_text = isinstance(data_prompt(row), str)
-    decoded = plain if is_text else [{"role": "assistant", "content": plain}]
+    decoded = plain if isinstance(row.given, str) else [{"role": "assistant", "content": plain}]
     return Completion(row, text, action, tokens, truncated, decoded)
 
 
@@ -245,7 +244,7 @@ def score(
         """Fresh copies of the arguments, so that a function that changes them in place does not affect the next one.
         Token ids are copied as lists of numbers, because `deepcopy` is too slow for them."""
         shared = {name: [row.get(name) for row in cells] for name in columns}
-        shared["prompts"] = [data_prompt(completion.row) for completion in completions]
+        shared["prompts"] = [completion.row.given for completion in completions]
         shared["completions"] = [completion.decoded for completion in completions]
         return copy.deepcopy(shared) | {
             "completion_ids": [list(tokens) for tokens in ids],

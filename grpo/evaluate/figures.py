@@ -33,7 +33,6 @@ CURVES = {  # title: columns of metrics.csv with a common unit; their meanings b
     "Entropy": ["entropy"],
     "Train/inference mismatch": ["logp_diff_mean"],
     "GPU memory": ["gpu_peak_gib"],
-    "GPU utilization": ["gpu_utilization"],
 }
 PHASES = ("wake_s", "handover_s", "generation_s", "sleep_s", "reward_s", "learn_s")
 REFERENCES = {"random": ":", "constant": "-.", "oracle": "--"}  # line styles by key of evaluation.json

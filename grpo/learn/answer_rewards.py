@@ -12,7 +12,7 @@ import rewards
 from grpo.data.files import Row
 from grpo.data.reward_checks import FINAL, tried_text
 from grpo.data.scoring import Completion, Reward, read_completion, score, total
-from grpo.learn.expected_reward import AnswerRewards, action_tokens, last_place
+from grpo.learn.expected_reward import AnswerRewards, action_tokens
 
 
 class RewardLookup:
@@ -35,7 +35,6 @@ class RewardLookup:
         self.functions, self.weights, self.looked_up = functions, weights, looked_up
         self.columns, self.tokenizer = columns, tokenizer
         self.tables: dict[str, list[float]] = {}  # row id -> rewards
-        self.tokens: dict[int, list[int]] = {}  # number of actions -> their tokens
 
     def rewards_of_actions(self, row: Row, state: TrainerState) -> list[float]:
         """Weighted rewards of an unreadable answer and of each action of `row`, summed over the looked-up functions;
@@ -56,12 +55,6 @@ class RewardLookup:
             ]
         return self.tables[row.id]
 
-    def tokens_of(self, actions: int) -> list[int]:
-        """`action_tokens` of so many actions, asked of the tokenizer once; empty for a row without actions."""
-        if actions not in self.tokens:
-            self.tokens[actions] = action_tokens(self.tokenizer, actions) if actions else []
-        return self.tokens[actions]
-
     def answer_columns(self, completions: Sequence[Completion], ids: Sequence[Sequence[int]]) -> list[int]:
         """Place of the token in each completion that names its action; -1 where the completion met MAX_COMPLETION_LEN,
         or no single token decides the action.
@@ -71,11 +64,11 @@ class RewardLookup:
         """
         columns, replaced, tried = [-1] * len(completions), [], []
         for i, (completion, tokens) in enumerate(zip(completions, ids, strict=True)):
-            actions = len(completion.row.rewards)
-            names, action = self.tokens_of(actions), completion.action
-            if action is None or completion.truncated or not names:
+            actions, action = len(completion.row.rewards), completion.action
+            if action is None or completion.truncated or not (names := action_tokens(self.tokenizer, actions)):
                 continue
-            if (place := last_place(tokens, names[action])) >= 0:
+            place = max((n for n, token in enumerate(tokens) if token == names[action]), default=-1)
+            if place >= 0:
                 other = (action + 1) % actions
                 tried.append((i, place, other))
                 replaced.append([*tokens[:place], names[other], *tokens[place + 1 :]])
@@ -113,7 +106,7 @@ class RewardLookup:
                 AnswerRewards(
                     base=unreadable + others,
                     column=column,
-                    tokens=self.tokens[len(actions)],
+                    tokens=action_tokens(self.tokenizer, len(actions)),
                     gains=[reward - unreadable for reward in actions],
                     others=others,
                     surplus=looked_up - actions[action],
@@ -126,26 +119,23 @@ class RewardLookup:
         action was chosen. A row where a function leaves an answer out has no reward."""
         answers = []
         for row in rows:
-            unreadable, *actions = self.rewards_of_actions(row, state)
-            if any(map(math.isnan, (unreadable, *actions))):
-                answers.append(AnswerRewards(math.nan))
-                continue
+            unreadable, *actions = table = self.rewards_of_actions(row, state)
             gains = [reward - unreadable for reward in actions]
-            answers.append(AnswerRewards(unreadable, 0, self.tokens_of(len(actions)), gains))
+            answer = AnswerRewards(unreadable, 0, action_tokens(self.tokenizer, len(actions)), gains)
+            answers.append(AnswerRewards(math.nan) if any(map(math.isnan, table)) else answer)
         return answers
 
 
 def expected_text(completions: Sequence[Completion], answers: Sequence[AnswerRewards]) -> str:
     """A line on how many of a step's completions learn from their expected reward, and why the others do not."""
     sampled = [completion for completion, answer in zip(completions, answers, strict=True) if answer.column < 0]
-    truncated = sum(completion.truncated for completion in sampled)
-    unreadable = sum(completion.action is None and not completion.truncated for completion in sampled)
-    reasons = {
-        "met MAX_COMPLETION_LEN": truncated,
-        "cannot be read": unreadable,
-        "have no single token that decides the action, or no reward": len(sampled) - truncated - unreadable,
-    }
     count = len(completions)
     text = f"expected reward at the answer: {count - len(sampled)} of {count} completions of this step"
-    parts = [f"{number} {reason}" for reason, number in reasons.items() if number]
-    return f"{text}; the others are learned from as sampled: {', '.join(parts)}" if parts else text
+    if not sampled:
+        return text
+    truncated = sum(completion.truncated for completion in sampled)
+    unreadable = sum(completion.action is None and not completion.truncated for completion in sampled)
+    return (
+        f"{text}; the others are learned from as sampled: {truncated} met MAX_COMPLETION_LEN, {unreadable} cannot be "
+        f"read, {len(sampled) - truncated - unreadable} have no single token that decides the action, or no reward"
+    )

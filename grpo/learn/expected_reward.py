@@ -12,6 +12,7 @@ Sources: Mean Actor-Critic (1709.00503), Expected Policy Gradients (1706.05374),
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -56,20 +57,14 @@ class StepRewards:
         """The tensors of a step's completions."""
         width = max(1, *(len(answer.tokens) for answer in answers))
 
-        def padded(values: Sequence[float]) -> list[float]:
-            return [*values, *[0] * (width - len(values))]
+        def stacked(name: str) -> Tensor:
+            values = [getattr(answer, name) for answer in answers]
+            if name in ("tokens", "gains"):
+                values = [[*row, *[0] * (width - len(row))] for row in values]
+            dtype = torch.int64 if name in ("column", "tokens") else torch.float32
+            return torch.tensor(values, dtype=dtype, device=device)
 
-        def floats(values: Sequence[float] | Sequence[list[float]]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
-
-        return cls(
-            column=torch.tensor([answer.column for answer in answers], device=device),
-            tokens=torch.tensor([padded(answer.tokens) for answer in answers], dtype=torch.int64, device=device),
-            gains=floats([padded(answer.gains) for answer in answers]),
-            base=floats([answer.base for answer in answers]),
-            others=floats([answer.others for answer in answers]),
-            surplus=floats([answer.surplus for answer in answers]),
-        )
+        return cls(**{field.name: stacked(field.name) for field in fields(cls)})
 
     def __getitem__(self, rows: Tensor) -> StepRewards:
         """The rewards of the completions whose indices are `rows` (b,)."""
@@ -80,12 +75,8 @@ class StepRewards:
         """(B,) bool: which completions learn from their expected reward."""
         return self.column >= 0
 
-    def up_to_answer(self, mask: Tensor) -> Tensor:
-        """The completions' `mask` (B, C) with nothing behind the answer's token, and nothing at all of completions that
-        have none: what a pass for the probabilities of the actions has to compute."""
-        return mask * (torch.arange(mask.size(1), device=mask.device) <= self.column[:, None])
 
-
+@functools.cache
 def action_tokens(tokenizer: PreTrainedTokenizerBase, actions: int) -> list[int]:
     """The token that names each of so many actions in `[k]`; empty where a name takes several tokens, or changes the
     tokens around it."""
@@ -95,11 +86,6 @@ def action_tokens(tokenizer: PreTrainedTokenizerBase, actions: int) -> list[int]
         return []
     differing = [tokens for tokens in zip(*answers, strict=True) if len(set(tokens)) > 1]
     return list(differing[0]) if len(differing) == 1 else []
-
-
-def last_place(ids: Sequence[int], token: int) -> int:
-    """The index of the last `token` in `ids`; -1 where there is none."""
-    return next((place for place in reversed(range(len(ids))) if ids[place] == token), -1)
 
 
 def expected_rewards(answers: StepRewards, probabilities: Tensor) -> Tensor:

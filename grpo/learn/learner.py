@@ -156,7 +156,8 @@ class Learner(GRPOTrainer):
         micro-batch learns."""
         mask = batch["completion_mask"]
         probabilities = torch.zeros(answers.tokens.shape, device=mask.device)
-        cut = batch | {"completion_mask": answers.up_to_answer(mask)}
+        until_answer = torch.arange(mask.size(1), device=mask.device) <= answers.column[:, None]
+        cut = batch | {"completion_mask": mask * until_answer}
         with torch.no_grad(), evaluating(base):
             micro_batches = self.micro_batches(cut)
             for rows, packed in with_progress("expected rewards", micro_batches, "micro-batch", first_s=LINE_S):

@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
+from grpo.learn.options import OF_TRAINING, training_options
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import load_adapter, load_base, load_tokenizer
 from grpo.preflight.adapter import lora_options
@@ -23,11 +24,9 @@ from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import model_card
 from grpo.run.durable import sync_files, write_text
 from grpo.run.folder import prepare_run
-from grpo.run.layout import ADAPTER, run_folder
+from grpo.run.layout import ADAPTER
 from grpo.settings import Settings
 
-# SFTConfig knows these settings by the same names.
-SHARED = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")
 UNFINISHED = "adapter.tmp"  # The folder in OUTPUT_DIR that the adapter is written to.
 LINES = 10  # The number of lines that the training prints.
 
@@ -50,22 +49,13 @@ def sft_options(s: Settings, cuda: bool, rows: int) -> dict[str, Any]:
     """Arguments of TRL's SFTConfig. A micro-batch has at most `rows` rows, and a step PROMPTS_PER_STEP."""
     rows = max(n for n in range(1, min(rows, s.PROMPTS_PER_STEP) + 1) if s.PROMPTS_PER_STEP % n == 0)
     return {
-        **{name.lower(): getattr(s, name) for name in SHARED},
-        "output_dir": str(run_folder(s)),
+        **training_options(s, cuda, OF_TRAINING),
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": s.PROMPTS_PER_STEP // rows,
-        "max_steps": s.TOTAL_STEPS,
-        "lr_scheduler_type": s.LR_SCHEDULER,
         "max_length": None,  # Nothing needs to be cut: the preflight has measured the prompts.
-        "router_aux_loss_coef": 0.0,  # It is off for the reason that grpo/learn/options.py gives.
-        "bf16": cuda,
-        "use_cpu": not cuda,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "logging_steps": max(1, s.TOTAL_STEPS // LINES),
-        "disable_tqdm": True,
         "save_strategy": "no",
         "report_to": "none",
-        "dataloader_pin_memory": cuda,
     }
 
 

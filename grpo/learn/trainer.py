@@ -19,9 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig
 
-from grpo.data.files import Row, column_names
+from grpo.data.files import column_names
 from grpo.data.prompts import prompt_order, sampling_seed
-from grpo.data.scoring import Completion, Reward, RewardError, read_completions, score
+from grpo.data.scoring import Reward, RewardError, read_completions, score
 from grpo.learn.answer_rewards import RewardLookup, expected_text
 from grpo.learn.context import RunContext
 from grpo.learn.expected_reward import AnswerRewards, StepRewards, action_tokens
@@ -157,14 +157,6 @@ class Trainer(Learner):
         order = prompt_order(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP)
         return [row for row in order for _ in range(s.NUM_GENERATIONS)]
 
-    def _tokenize_prompts(self, prompts: list):
-        """Tokenizes each prompt once, however many completions it gets: 256 prompts of 890 tokens take a third of a
-        second."""
-        unique = list(dict.fromkeys(prompts))
-        prompt_ids, *rest = super()._tokenize_prompts(unique)
-        ids_of = dict(zip(unique, prompt_ids, strict=True))
-        return [ids_of[prompt] for prompt in prompts], *rest
-
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         """The rollout of a step, which TRL asks for."""
         return self.generate(prompt_ids, num_generations, self.state.global_step)
@@ -296,10 +288,6 @@ class Trainer(Learner):
         finally:
             self.generation_config, self.generation_kwargs = before
 
-    def read_completions(self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]) -> list[Completion]:
-        """The completions of `rows`, decoded and parsed."""
-        return read_completions(self._tokenizer, self.eos_token_ids, rows, completion_ids)
-
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         """The rewards (B, F) by function. Rank 0 computes them, as a reward function may be random, or ask a judge. The
         functions are called by `score`, as the checks before the run and the evaluations call them."""
@@ -308,7 +296,8 @@ class Trainer(Learner):
                 by_function, answers = self.run.ranks.broadcast()
                 self.set_step_rewards([AnswerRewards(*answer) for answer in answers])
                 return torch.tensor(by_function, device=self.accelerator.device)
-            step_completions = self.read_completions([self.run.rows[x["row"]] for x in inputs], completion_ids_list)
+            rows = [self.run.rows[x["row"]] for x in inputs]
+            step_completions = read_completions(self._tokenizer, self.eos_token_ids, rows, completion_ids_list)
             logs = self._log_completion_extra, self._log_metric
             scores = score(self.reward_funcs, step_completions, completion_ids_list, self.columns, self.state, *logs)
             per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
@@ -316,7 +305,7 @@ class Trainer(Learner):
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
             answers = []
             if self.lookup and self.run.settings.DIRECT_ANSWERS:
-                answers = self.lookup.look_up_rows([completion.row for completion in step_completions], self.state)
+                answers = self.lookup.look_up_rows(rows, self.state)
             elif self.lookup:
                 answers = self.lookup.look_up(step_completions, completion_ids_list, scores, self.state)
             # TRL's own figure describes the whole batch with SCALE_REWARDS=batch, and leaves out groups with fewer than
@@ -385,7 +374,8 @@ class Trainer(Learner):
             speed = self.rollout_tokens / max(self.timer.parts["rollout"], 1e-9)
             row["rollout_tokens_per_s"] = None if self.run.settings.DIRECT_ANSWERS else speed
             row |= dict.fromkeys((*EVALUATED, "eval_s"))
-            if self.is_evaluated(self.state.global_step):
+            s, step = self.run.settings, self.state.global_step
+            if s.EVAL_STEPS and step % s.EVAL_STEPS == 0 and step < s.TOTAL_STEPS:  # The last one is measured later.
                 row |= self.run_on_rank0(self.measured) or {}
             # These go to the trackers. TRL logs the means of the reward functions under names of its own.
             rates = self.run_log.rates if self.run_log else {}
@@ -403,8 +393,3 @@ class Trainer(Learner):
         # Measuring does not change what is learned, as every rollout sets torch's seed.
         figures = self.measure(self)
         return figures | {"eval_s": time.perf_counter() - started}
-
-    def is_evaluated(self, step: int) -> bool:
-        """Whether the model is measured at `step` while it trains: the last step is measured after training."""
-        s = self.run.settings
-        return bool(s.EVAL_STEPS) and step % s.EVAL_STEPS == 0 and step < s.TOTAL_STEPS

@@ -17,24 +17,20 @@ from transformers import AttentionInterface, PreTrainedModel
 from grpo.model.packing import PackedBatch, may_attend
 
 
-def attention_masks(
-    batch: PackedBatch, attention: str, window: int | None, dtype: torch.dtype
-) -> dict[str, PackedBatch] | dict[str, Tensor] | Tensor:
-    """The model's `attention_mask`: a dictionary by layer type, as GptOssModel takes it, or for a Hub kernel the (R, T)
-    mask of real tokens, from which transformers makes its own."""
-    windows = {"full_attention": None, "sliding_attention": window}
-    if attention in KERNELS:
-        return dict.fromkeys(windows, batch)
-    if attention == "eager":
-        allowed = {kind: may_attend(batch, size)[:, None] for kind, size in windows.items()}  # (R, 1, T, T)
-        lowest = torch.finfo(dtype).min
-        return {kind: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest) for kind, mask in allowed.items()}
-    return (batch.segment >= 0).long()
-
-
 def hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) -> Tensor:
-    """(N, hidden): the last hidden states of the base `model` that predict the completion tokens of `batch`."""
-    masks = attention_masks(batch, attention, model.config.sliding_window, model.dtype)
+    """(N, hidden): the last hidden states of the base `model` that predict the completion tokens of `batch`.
+
+    GptOssModel takes masks by layer type; for a Hub kernel it makes its own from the (R, T) mask of real tokens."""
+    windows = {"full_attention": None, "sliding_attention": model.config.sliding_window}
+    masks: dict[str, PackedBatch] | dict[str, Tensor] | Tensor
+    if attention in KERNELS:
+        masks = dict.fromkeys(windows, batch)
+    elif attention == "eager":
+        allowed = {kind: may_attend(batch, size)[:, None] for kind, size in windows.items()}  # (R, 1, T, T)
+        lowest, dtype = torch.finfo(model.dtype).min, model.dtype
+        masks = {kind: torch.zeros_like(x, dtype=dtype).masked_fill_(~x, lowest) for kind, x in allowed.items()}
+    else:
+        masks = (batch.segment >= 0).long()
     out = model.model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=masks, use_cache=False)
     return out.last_hidden_state.flatten(0, 1)[batch.before]
 

@@ -114,8 +114,6 @@ def read_tokenizer(source: Path) -> Tokenizer:
 
 
 def special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids of `SPECIAL_TOKENS`. Raises ModelError for a tokenizer that lacks one."""
+    """Ids of `SPECIAL_TOKENS`. Raises KeyError for a tokenizer that lacks one."""
     ids = tokenizer.get_vocab()
-    if missing := [token for token in SPECIAL_TOKENS if token not in ids]:
-        raise ModelError(f"the tokenizer lacks Harmony's special tokens {', '.join(missing)}")
     return {token: ids[token] for token in SPECIAL_TOKENS}

@@ -82,16 +82,12 @@ def expert_weights(module: Experts, name: str) -> Tensor:
     return weights.to(module.gate_up_proj_bias.dtype)
 
 
-def even_and_odd(rows: Tensor) -> Tensor:
-    """(2, S, K / 2): the even and the odd columns of (S, K)."""
-    return rows.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()
-
-
 def packed_product(module: Experts, name: str, rows: Tensor, offs: Tensor) -> Tensor:
     """`FrozenProduct` of packed weights on a GPU without gradients. The kernel dequantizes tile by tile: few rows take
     less time than writing and reading whole weights. Sums are rounded in another order."""
     blocks, scales = (getattr(module, f"{name}_{part}") for part in ("blocks", "scales"))
-    out, halves = rows.new_empty(len(rows), blocks.shape[1]), even_and_odd(rows)
+    out = rows.new_empty(len(rows), blocks.shape[1])
+    halves = rows.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()  # (2, S, in / 2): even columns, odd columns
     tile = {"ROWS": 16 if len(rows) <= 16 * len(blocks) else 32, "COLUMNS": 128, "GROUPS": 4}
     grid = -(-out.shape[1] // tile["COLUMNS"]), len(blocks)
     kernels().packed_product[grid](*halves, blocks, scales, offs, out, out.shape[1], rows.shape[1], **tile, num_warps=4)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.settings import Problems, Settings
+from grpo.settings import Problems, Settings, split_commas
 
 GIB = 2**30
 # ATTN_IMPL -> (distribution, how to install it). Without the package transformers falls back to a kernel whose backward
@@ -25,6 +25,7 @@ FLASH_PACKAGES = {
     "flash_attention_2": ("flash-attn", "build it from source"),
     "flash_attention_3": ("flash-attn-3", "build it from source, for Hopper cards"),
 }
+TRACKERS = ("none", "wandb", "tensorboard", "trackio")
 
 
 @dataclass(frozen=True)
@@ -128,3 +129,13 @@ def check_packages(settings: Settings, versions: Mapping[str, str | None], probl
     if package and installed_versions([package])[package] is None:
         fix = f"Install it ({install}; see docs/install.md), or set ATTN_IMPL=auto"
         problems.add("ATTN_IMPL", f"{attention} needs the package {package}, which is not installed", fix)
+
+
+def check_trackers(settings: Settings, problems: Problems) -> None:
+    """Checks that the trackers of REPORT_TO are known and installed. Each has the name of its package. The setting's
+    description and docs/report.md list them too."""
+    for tracker in split_commas(settings.REPORT_TO):
+        if tracker not in TRACKERS:
+            problems.add("REPORT_TO", f"{tracker!r} is unknown", f"Use one of {', '.join(TRACKERS)}")
+        elif tracker != "none" and installed_versions([tracker])[tracker] is None:
+            problems.add("REPORT_TO", f"{tracker} is not installed", f"pip install {tracker}, or set REPORT_TO=none")

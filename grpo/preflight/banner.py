@@ -61,6 +61,7 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
         yield "weight sync", f"{s.ROLLOUT_SYNC}: {reasons['rollout_sync']}"
     yield "experts", f"{s.EXPERTS}: {reasons['experts']}"
     yield from evaluation_facts(resolved)
+    yield "clip range", f"{s.EPSILON:g} below, {resolved.epsilon_high:g} above: {reasons['epsilon_high']}"
     if resolved.plan:
         yield from memory_facts(resolved.plan, machine, s.DIRECT_ANSWERS)
     yield "OUTPUT_DIR", f"{run.folder}: {output_dir_text(resolved)}"
@@ -72,6 +73,7 @@ def reward_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     specs = [] if is_unusable else resolved.reward_specs
     functions = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
     yield "rewards", f"{functions}: {resolved.reasons['rewards']}" if functions else "none that can be used, see below"
+    yield "scaled by", f"{resolved.scale_rewards}: {resolved.reasons['scale_rewards']}"
     learned = "rewards of all actions at the answer" if resolved.expected_reward else "no, sampled rewards"
     yield "expected", f"{learned}: {resolved.reasons['expected_reward']}"
 

@@ -18,7 +18,7 @@ from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.data.scoring import is_by_action
 from grpo.plan import hub, memory
 from grpo.plan.hub import ModelConfig, ModelFiles
-from grpo.plan.machine import GIB, TESTED, Machine, check_packages, installed_versions
+from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
 from grpo.plan.memory import Shapes, assignments, host_shortfall, memory_shortfall, plan_memory
 from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.preflight import choices
@@ -260,6 +260,7 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
     where garbage pays."""
     settings, machine, use_vllm = resolved.settings, resolved.machine, resolved.use_vllm
     check_packages(settings, resolved.versions, problems, use_vllm)
+    check_trackers(settings, problems)
     check_settings(settings, resolved.config, machine, problems)
     check_experts(settings, resolved.config, machine, use_vllm, problems)
     check_top_p(settings, use_vllm, problems)
@@ -281,8 +282,9 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
 
 # Choices in settings.json by the name that they have there, and the field of ResolvedRun.
 RECORDED = {
-    "rewards": "rewards", "expected_reward": "expected_reward", "attention": "attention", "packing": "packing",
-    "rollouts": "use_vllm", "evaluation": "exact", "simulation": "exact_loop", "best": "best_by",
+    "rewards": "rewards", "scale_rewards": "scale_rewards", "expected_reward": "expected_reward",
+    "attention": "attention", "packing": "packing", "rollouts": "use_vllm", "evaluation": "exact",
+    "simulation": "exact_loop", "best": "best_by", "epsilon_high": "epsilon_high",
 }  # fmt: skip
 
 

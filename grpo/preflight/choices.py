@@ -87,6 +87,22 @@ def choose_rewards(requested: str | None, rows: Sequence[Row]) -> tuple[str, str
     return "action", f"{bare} has no q_action_k" if bare else "there are no training rows"
 
 
+def choose_scale_rewards(requested: str | None) -> tuple[str, str]:
+    """(SCALE_REWARDS, reason)."""
+    if requested is not None:
+        return requested, "set by SCALE_REWARDS"
+    return "group", "by the batch's deviation a few costly rows decide, and a run may settle on the safest action"
+
+
+def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
+    """(upper clip range, reason)."""
+    if settings.EPSILON_HIGH is not None:
+        return settings.EPSILON_HIGH, "set by EPSILON_HIGH"
+    if settings.LOSS_TYPE == "cispo":
+        return 5.0, "cispo truncates the ratio itself, far from 1"
+    return settings.EPSILON, "EPSILON on both sides"
+
+
 def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> Iterator[str]:
     """Each reason why no completion can learn from its expected reward. `names`: the reward functions that depend on
     the row and the answered action alone."""

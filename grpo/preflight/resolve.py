@@ -95,7 +95,9 @@ class ResolvedRun(Facts):
     reasons: Mapping[str, str]
     rewards: str
     reward_specs: list[tuple[str, float]]  # (name, weight) of each function; empty where `rewards` cannot be read.
+    scale_rewards: str
     expected_reward: bool
+    epsilon_high: float
     attention: str
     packing: str
     use_vllm: bool
@@ -184,6 +186,8 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     specs: list[tuple[str, float]] = []
     with contextlib.suppress(ValueError):  # `check_rewards` says what is wrong.
         specs = reward_specs(rewards)
+    scale, reasons["scale_rewards"] = choices.choose_scale_rewards(settings.SCALE_REWARDS)
+    epsilon_high, reasons["epsilon_high"] = choices.choose_epsilon_high(settings)
     expected_reward, reasons["expected_reward"] = choices.choose_expected_reward(
         settings, rows, [name for name, _ in specs if is_by_action(name)]
     )
@@ -207,7 +211,9 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         reasons=reasons,
         rewards=rewards,
         reward_specs=specs,
+        scale_rewards=scale,
         expected_reward=expected_reward,
+        epsilon_high=epsilon_high,
         attention=attention,
         packing=packing,
         use_vllm=use_vllm,

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from grpo.data import files
-from grpo.data.files import SHOWN, Row, data_prompt, read_csv, read_rows, reward_columns
+from grpo.data.files import SHOWN, Row, read_csv, read_rows, reward_columns
 from grpo.data.prompts import answer_of, compile_template, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
@@ -39,12 +39,8 @@ def load_json(path, **columns):
     return load(path)
 
 
-SYSTEM = ["system", *USER]
 ACCEPTED = [
-    ("a rendered prompt", HEADER, [GOOD[0], 0.5, 0.25], [("rendered", GOOD[0])]),
     ("plain text is the user's message", HEADER, ["Go", 0.5, 0.25], [("user", "Go")]),
-    ("both columns", SYSTEM, ["Be brief.", "Go", 0.5, 0.25], [("system", "Be brief."), ("user", "Go")]),
-    ("an empty system cell", SYSTEM, ["", "Go", 0.5, 0.25], [("user", "Go")]),
     ("columns in any order", ["user", "reward_action_1", "reward_action_0"], ["Go", 0.25, 0.5], [("user", "Go")]),
     ("no rewards: q_action_k is a column like others", ["user", "q_action_0"], ["Go", "why"], [("user", "Go")]),
     ("spaces, exponents, signs", [" user ", *USER[1:]], ["Go", " 5e-1 ", "+.25"], [("user", "Go")]),
@@ -68,14 +64,8 @@ def test_messages_may_be_text(tmp_path, write):
     """As pandas writes a data set of conversations to a CSV, and who encodes JSON twice to JSON lines."""
     header = ["prompt", "system", "reward_action_0", "reward_action_1"]
     rows, problems = load_table(tmp_path / "d.csv", header, [write(TALK), "", 1, 2], ["[{in braces}]", "", 1, 2])
-    assert not problems and rows[0].messages == MESSAGES and rows[0].conversational
-    assert rows[1].messages == (("user", "[{in braces}]"),) and not rows[1].conversational, "else a user's text"
-
-
-def test_messages_get_a_system_message_where_they_have_none(tmp_path):
-    for talk, messages in ((TALK[1:], (("system", "own"), ("user", "it's 7"))), (TALK, MESSAGES)):
-        rows, problems = load_json(tmp_path / "d.jsonl", prompt=talk, system=" own ")
-        assert not problems and rows[0].messages == messages
+    assert not problems and rows[0].messages == MESSAGES and rows[0].given == TALK
+    assert rows[1].messages == (("user", "[{in braces}]"),) and rows[1].given == "[{in braces}]", "else a user's text"
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):
@@ -143,10 +133,10 @@ def test_messages_are_a_prompt_where_there_is_no_other(tmp_path):
     """As chat data has them; functions get the conversation as `prompts`, and the column as any other."""
     path = tmp_path / "d.jsonl"
     rows, problems = load_json(path, messages=TALK, level=3)
-    assert not problems and rows[0].messages == MESSAGES and rows[0].conversational
-    assert data_prompt(rows[0]) == TALK and reward_columns(rows[0]) == {"messages": TALK, "level": 3}
+    assert not problems and rows[0].messages == MESSAGES
+    assert rows[0].given == TALK and reward_columns(rows[0]) == {"messages": TALK, "level": 3}
     rows, problems = load_json(path, messages=ANSWERED, prompt="7?")
-    assert not problems and rows[0].messages == (("user", "7?"),) and data_prompt(rows[0]) == "7?"
+    assert not problems and rows[0].messages == (("user", "7?"),) and rows[0].given == "7?"
     problem = only(load_json(path, messages=ANSWERED)[1])
     assert "column messages: it ends with a message of the role 'assistant'" in problem
     assert "column messages: it is no list of messages" in only(load_json(path, messages="hello")[1])

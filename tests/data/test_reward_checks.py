@@ -12,7 +12,7 @@ from conftest import ROOT, write_csv
 from machines import only
 
 from grpo.data.files import Row, read_csv
-from grpo.data.reward_checks import FINAL, check_heldout, check_rewards, sample_rows, tried_text, try_rewards
+from grpo.data.reward_checks import check_heldout, check_rewards, sample_rows, try_rewards
 from grpo.plan.hub import TINY_PATH
 from grpo.settings import Problems, Settings
 
@@ -198,11 +198,6 @@ def test_every_row_has_the_answer_that_gsm8k_compares_with():
     for bad in ({"answer": "#### none"}, {"answer": None}, {}):
         problem = only(problems_of(*rows, dataclasses.replace(BARE, number=300, columns=bad), REWARDS="gsm8k"))
         assert problem.startswith("d.csv, row 300, column answer: there is no number")
-
-
-def test_an_answer_that_is_tried_goes_on_behind_its_prompt():
-    assert tried_text("...<|start|>assistant", FINAL.format("[1]")) == "<|channel|>final<|message|>[1]<|return|>"
-    assert tried_text("...<|start|>assistant<|channel|>final<|message|>", FINAL.format("[1]")) == "[1]<|return|>"
 
 
 def test_a_call_that_fails_is_shown(my_rewards):

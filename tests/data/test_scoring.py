@@ -53,32 +53,8 @@ def test_rates_of_completions():
     assert rates(dataclasses.replace(row, rewards=())) == lengths | {"parse_rate": 0.75, "best_action_rate": 0}
 
 
-# As TRL's documentation has them (docs/source/grpo_trainer.md, "Using a custom reward function").
-TRL_EXAMPLES = """
-import re
-def by_ids(completion_ids, **kwargs): return [float(len(ids)) for ids in completion_ids]
-def form(completions, **kwargs):
-    contents = [completion[0]["content"] for completion in completions]
-    return [1.0 if re.match(r"^.*so .*$", content) else 0.0 for content in contents]
-def math_only(prompts, completions, task, **kwargs):
-    return [float(len(p)) if t == "math" else None for p, c, t in zip(prompts, completions, task)]
-async def later(prompts, completions, **kwargs): return [0.5 for _ in completions]
-def logged(completions, trainer_state, log_extra=None, log_metric=None, **kwargs):
-    log_extra("seen", [1.0 for _ in completions])
-    log_metric("step", trainer_state.global_step)
-    return [1.0 for _ in completions]
-def positional(texts, *, prompts, **columns): return [float(text.startswith("<|start|>assistant")) for text in texts]
-"""
 TURN = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>"
 PLAIN = "analysisHmassistantfinal{}"  # what TRL decodes of it
-
-
-@pytest.fixture
-def examples(tmp_path, monkeypatch):
-    name = f"trl_examples_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(TRL_EXAMPLES)
-    monkeypatch.chdir(tmp_path)
-    return name
 
 
 def scores_of(names, row, texts):
@@ -92,26 +68,21 @@ def scores(name, row, texts):
     return [value for (value,) in scores_of([name], row, texts)]
 
 
-TEXT = Row("d.jsonl", 1, (("user", "2 + 2?"),), (), {"ground_truth": "4", "task": "math"}, "<|start|>assistant")
-CHAT = dataclasses.replace(TEXT, conversational=True)
+TEXT = Row(
+    "d.jsonl", 1, (("user", "2 + 2?"),), (), {"ground_truth": "4", "task": "math"}, "<|start|>assistant", given="2 + 2?"
+)
+CHAT = dataclasses.replace(TEXT, given=[{"role": "user", "content": "2 + 2?"}])
 
 
-EXAMPLES = [
-    ("by_ids", TEXT, [3.0, 3.0]),
-    ("form", CHAT, [1.0, 0.0]),
-    ("math_only", TEXT, [6.0, 6.0]),
-    ("math_only", CHAT, [1.0, 1.0]),
-    ("later", TEXT, [0.5, 0.5]),
-    ("logged", CHAT, [1.0, 1.0]),
-    ("positional", TEXT, [1.0, 1.0]),
-    ("positional", CHAT, [1.0, 1.0]),
-]
-
-
-@pytest.mark.parametrize(("name", "row", "expected"), EXAMPLES)
-def test_trls_documented_examples_run_as_they_are(examples, name, row, expected):
-    """By keyword, with strings or with messages; only a first argument of another name gets the turns by position."""
-    assert scores(f"{examples}:{name}", row, ["so 4", "boxed{4}"]) == expected
+@pytest.mark.parametrize("row", [TEXT, CHAT])
+def test_a_first_argument_of_another_name_gets_whole_turns(row, tmp_path, monkeypatch):
+    """By position; test_wiring.py shows that all other functions are called as TRL calls them."""
+    module = (
+        "def turns(texts, *, prompts, **columns): return [float(x.startswith('<|start|>assistant')) for x in texts]"
+    )
+    (tmp_path / "my_turns.py").write_text(module)
+    monkeypatch.chdir(tmp_path)
+    assert scores("my_turns:turns", row, ["so 4", "boxed{4}"]) == [1.0, 1.0]
 
 
 SOLVED = dataclasses.replace(CHAT, columns={"solution": "$4$"})

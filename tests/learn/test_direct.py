@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 
 import pytest
 import torch
 from ranked import in_ranks
-from test_expected_reward import LOSSES, REWARDS, apart, rows_with
-from trainers import make, plain_float32, uniform
+from test_expected_reward import LOSSES, REWARDS, apart, rows_with, trainer_with
+from trainers import gradient_of, moved_by_training
 
 from grpo.data.prompts import open_answer
 from grpo.learn import learner
@@ -24,25 +23,11 @@ TABLES = (REWARDS, (0.3, 0.1, 0.2), (0.0, 1.0, 0.5, 0.25))  # the second row has
 SCALINGS = FIELDS["SCALE_REWARDS"].metadata["choices"]
 
 
-def opened(rows):
-    return [dataclasses.replace(row, prompt=open_answer(row.prompt)) for row in rows]
-
-
 def direct_trainer(tiny, folder, tables=TABLES, ranks=None, **changes):
-    """A trainer as `train_grpo.train` builds it with DIRECT_ANSWERS, in float32, with an adapter that is not zero."""
-    settings = {"DIRECT_ANSWERS": True, "NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1, "EXPECTED_REWARD": True}
-    settings |= {"REWARDS": "action", "PROMPTS_PER_STEP": len(tables), "SCALE_REWARDS": "group", "TEMPERATURE": 1.3}
-    trainer = plain_float32(make(tiny, folder, ranks, opened(rows_with(*tables)), **settings | changes))
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(uniform(generator, *parameter.shape) * 0.25)
-    return trainer
-
-
-def gradient(trainer):
-    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad])
+    """A trainer as `train_grpo.train` builds it with DIRECT_ANSWERS."""
+    settings = {"DIRECT_ANSWERS": True, "NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1}
+    rows = [dataclasses.replace(row, prompt=open_answer(row.prompt)) for row in rows_with(*tables)]
+    return trainer_with(tiny, folder, tables, ranks, rows, 0.25, **settings | changes)
 
 
 def step_gradient(trainer, micro_batch=4, packing="prefix"):
@@ -50,7 +35,7 @@ def step_gradient(trainer, micro_batch=4, packing="prefix"):
     trainer.run.plan, trainer.run.packing = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch), packing
     trainer.model.zero_grad()
     trainer.training_step(trainer.model, [{"prompt": row.prompt, "row": n} for n, row in enumerate(trainer.run.rows)])
-    return gradient(trainer)
+    return gradient_of(trainer)
 
 
 def logps_by_hand(trainer, row):
@@ -82,7 +67,7 @@ def by_hand(trainer, scale_rewards="group"):
     losses = [-value / s for value, s in zip(values, scale, strict=True)]
     trainer.model.zero_grad()
     torch.stack(losses).mean().backward()
-    return gradient(trainer)
+    return gradient_of(trainer)
 
 
 @pytest.mark.parametrize("scale_rewards", SCALINGS)
@@ -107,23 +92,6 @@ def test_every_loss_type_is_the_same(tiny, tmp_path, loss_type):
     """One token a completion: there are no lengths to weigh, and MAX_COMPLETION_LEN divides nothing."""
     trainer = direct_trainer(tiny, tmp_path, LOSS_TYPE=loss_type)
     assert apart(step_gradient(trainer), by_hand(trainer)) < 1e-3
-
-
-def test_it_does_not_depend_on_the_chosen_tokens(tiny, tmp_path):
-    """Whatever is chosen for the log, also a token that names no action."""
-    trainer, chosen, gradients = direct_trainer(tiny, tmp_path), Counter(), []
-    write = trainer.run_log.write_completions
-
-    def note(step, completions, *rest):
-        chosen.update(completion.action for completion in completions)
-        return write(step, completions, *rest)
-
-    trainer.run_log.write_completions = note
-    for step in range(8):
-        trainer.state.global_step = step
-        gradients.append(step_gradient(trainer))
-    assert len(chosen) > 2 and trainer.run_log.rates["expected_share"] == 1
-    assert all(apart(other, gradients[0]) < 1e-5 for other in gradients)
 
 
 def test_a_row_without_the_reward_of_an_action_teaches_nothing(tiny, tmp_path):
@@ -184,7 +152,7 @@ def test_the_penalty_against_the_base_model_stays(tiny, tmp_path):
         difference = difference - policy
         terms.append(0.3 * (difference.exp() - difference - 1))
     torch.stack(terms).mean().backward()
-    assert gradient(trainer).norm() > 1e-3 and apart(whole, expected + gradient(trainer)) < 1e-3
+    assert gradient_of(trainer).norm() > 1e-3 and apart(whole, expected + gradient_of(trainer)) < 1e-3
     assert trainer._metrics["train"]["kl"][-1] == pytest.approx(torch.stack(terms).mean().item() / 0.3, rel=1e-3)
 
 
@@ -229,18 +197,8 @@ def test_probabilities_and_tokens_behind_prompts(tiny, tmp_path):
 
 def learned(ranks, tiny, folder, scale_rewards):
     """How two steps moved the adapter."""
-    rank_folder = folder / str(ranks.rank)
-    rank_folder.mkdir(parents=True)
-    trainer = direct_trainer(
-        tiny, rank_folder, (*TABLES, REWARDS, REWARDS[::-1]), ranks, LEARNING_RATE=1e-3, SCALE_REWARDS=scale_rewards,
-        SAVE_STEPS=9,
-    )  # fmt: skip
-    if ranks.rank:
-        trainer.reward_funcs = trainer.lookup.functions = [None]  # only rank 0 calls them
-    trainer.args.save_strategy = "no"
-    before = torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad])
-    trainer.train()
-    return (torch.cat([p.detach().flatten() for p in trainer.model.parameters() if p.requires_grad]) - before).tolist()
+    tables, changes = (*TABLES, REWARDS, REWARDS[::-1]), {"LEARNING_RATE": 1e-3, "SCALE_REWARDS": scale_rewards}
+    return moved_by_training(direct_trainer(tiny, folder, tables, ranks, **changes))
 
 
 @pytest.mark.parametrize("scale_rewards", ["batch", "group"])

@@ -12,7 +12,16 @@ import test_losses
 import torch
 from conftest import RENDERED, read_csv
 from ranked import in_ranks
-from trainers import loss_and_gradients, make, plain_float32, plain_trl, policy_logps, uniform
+from trainers import (
+    gradient_of,
+    loss_and_gradients,
+    make,
+    moved_by_training,
+    plain_float32,
+    plain_trl,
+    policy_logps,
+    uniform,
+)
 
 from grpo.data.files import Row
 from grpo.data.scoring import Completion
@@ -25,7 +34,6 @@ from grpo.learn.expected_reward import (
     mean_and_scale,
     token_advantages,
 )
-from grpo.learn.together import flat_adapter
 from grpo.model.load import load_tokenizer
 from grpo.settings import FIELDS
 from rewards import assistant_turn, parse_action
@@ -51,16 +59,20 @@ def rows_with(*tables):
     return rows
 
 
-def trainer_with(tiny, folder, tables=(REWARDS,), ranks=None, **changes):
-    """A trainer on the tiny model's own weights, with an adapter that is not zero, in float32."""
+def trainer_with(tiny, folder, tables=(REWARDS,), ranks=None, rows=None, strength=0.5, **changes):
+    """A trainer on the tiny model's own weights, with an adapter that is not zero, in float32. One of several ranks has
+    a folder of its own."""
     settings = {"REWARDS": "action", "EXPECTED_REWARD": True, "PROMPTS_PER_STEP": len(tables), "SCALE_REWARDS": "group"}
     settings |= {"MAX_COMPLETION_LEN": 24, "TEMPERATURE": 1.3}
-    trainer = plain_float32(make(tiny, folder, ranks, rows_with(*tables), **settings | changes))
+    if ranks:
+        folder = folder / str(ranks.rank)
+        folder.mkdir(parents=True)
+    trainer = plain_float32(make(tiny, folder, ranks, rows or rows_with(*tables), **settings | changes))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             if "lora_B" in name:
-                parameter.copy_(uniform(generator, *parameter.shape) * 0.5)
+                parameter.copy_(uniform(generator, *parameter.shape) * strength)
     trainer.model.train()
     return trainer
 
@@ -74,13 +86,13 @@ def scored(trainer, texts, logps=None):
     return trainer._generate_and_score_completions(inputs), trainer.step_rewards
 
 
-def gradient_of(trainer, inputs, answers, micro_batch=4, packing="prefix"):
+def step_gradient(trainer, inputs, answers, micro_batch=4, packing="prefix"):
     """The gradient of a step as one vector."""
     trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
     trainer.run.packing = packing
     trainer.model.zero_grad()
     trainer.learn(trainer.model, inputs, answers)
-    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.requires_grad])
+    return gradient_of(trainer)
 
 
 def apart(vector, other):
@@ -114,7 +126,7 @@ def enumerated(trainer, inputs, tokens):
         step |= {"completion_ids": ids, "completion_mask": torch.ones_like(ids), "num_items_in_batch": torch.tensor(1)}
         # dr_grpo divides by the number of completions, of which the step has len(probabilities).
         step["advantages"] = p * advantages * len(p) / len(probabilities)
-        gradient = gradient + gradient_of(trainer, step, None, 64)
+        gradient = gradient + step_gradient(trainer, step, None, 64)
     return gradient
 
 
@@ -123,7 +135,7 @@ def test_it_is_the_mean_of_the_sampled_gradient_over_all_answers(tiny, tmp_path,
     trainer = in_float64(trainer_with(tiny, tmp_path, LOSS_TYPE="dr_grpo"))
     inputs, answers = scored(trainer, (DIRECT.format(2), REASONED.format(9, 0)))
     tokens = action_tokens(trainer.processing_class, 4)
-    gradient = gradient_of(trainer, inputs, answers)
+    gradient = step_gradient(trainer, inputs, answers)
     assert gradient.norm() > 1e-4
     assert apart(gradient, enumerated(trainer, inputs, tokens)) < 1e-6
 
@@ -218,10 +230,13 @@ def test_any_cut_gives_the_same_gradient(mixed_trainer, loss_type):
     texts = (*MIXED[:2], REASONED.format(7, 1), MIXED[3])
     inputs, answers = scored(trainer, texts, engine_logps)
     assert answers.is_expected.tolist() == [True, True, True, False]
-    first = gradient_of(trainer, inputs, answers, 4)
+    first = step_gradient(trainer, inputs, answers, 4)
     assert first.norm() > 1e-4
     for micro_batch, packing in ((1, "prefix"), (3, "none")):
-        assert apart(gradient_of(trainer, inputs, answers, micro_batch, packing), first) < 1e-3, (micro_batch, packing)
+        assert apart(step_gradient(trainer, inputs, answers, micro_batch, packing), first) < 1e-3, (
+            micro_batch,
+            packing,
+        )
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -267,7 +282,7 @@ def test_the_importance_ratio_is_for_sampled_tokens(tiny, tmp_path, rewards):
     at_answer = torch.arange(policy.size(1)) == answers.column[:, None]
     gradients = []
     for mismatch in (torch.zeros_like(policy), 0.7 * at_answer, 0.7 * ~at_answer):
-        gradients.append(gradient_of(trainer, inputs | {"sampling_per_token_logps": policy - mismatch}, answers))
+        gradients.append(step_gradient(trainer, inputs | {"sampling_per_token_logps": policy - mismatch}, answers))
     on_policy, off_at_answer, off_elsewhere = gradients
     assert apart(off_elsewhere, on_policy) > 1e-2
     if rewards == "action":
@@ -313,7 +328,7 @@ def test_a_completion_without_a_reward_is_sampled_as_before(tiny, tmp_path):
     inputs, answers = scored(trainer, texts)
     assert answers.is_expected.tolist() == [False, True, True]
     assert answers.base[0].item() == pytest.approx(REWARDS[2]) and not answers.gains[0].any()
-    assert gradient_of(trainer, inputs, answers).isfinite().all()
+    assert step_gradient(trainer, inputs, answers).isfinite().all()
 
 
 def test_a_run_without_an_answer_learns_as_if_it_were_off(tiny, tmp_path):
@@ -322,8 +337,8 @@ def test_a_run_without_an_answer_learns_as_if_it_were_off(tiny, tmp_path):
     trainer = trainer_with(tiny, tmp_path, REWARDS="action,test_expected_reward:by_length")
     inputs, answers = scored(trainer, texts)
     assert not answers.is_expected.any()
-    expected = gradient_of(trainer, inputs, None)
-    assert expected.norm() > 1e-4 and apart(gradient_of(trainer, inputs, answers), expected) < 1e-6
+    expected = step_gradient(trainer, inputs, None)
+    assert expected.norm() > 1e-4 and apart(step_gradient(trainer, inputs, answers), expected) < 1e-6
 
 
 # Completions, and the action whose token decides; None: it is learned from as it was sampled.
@@ -386,18 +401,11 @@ def test_metrics_say_how_many_learned_so(tiny, tmp_path):
 
 def learned(ranks, tiny, folder):
     """How two steps moved the adapter."""
-    folder = folder / str(ranks.rank)
-    folder.mkdir(parents=True)
     changes = {"LEARNING_RATE": 1e-3, "SCALE_REWARDS": "batch", "REWARDS": "action,format=0.3"}
     trainer = trainer_with(tiny, folder, TWO_ROWS * 2, ranks, **changes)
-    trainer.args.save_strategy = "no"
-    if ranks.rank:
-        trainer.reward_funcs = trainer.lookup.functions = [None, None]  # only rank 0 calls them
     ids = trainer.processing_class(text=[*MIXED[:2], REASONED.format(7, 1), MIXED[3]] * 2)["input_ids"]
     trainer._generate_single_turn = lambda *arguments: (ids, None)
-    before = flat_adapter(trainer.model)
-    trainer.train()
-    return (flat_adapter(trainer.model) - before).tolist()
+    return moved_by_training(trainer)
 
 
 def test_two_processes_learn_what_one_does(tiny, tmp_path):

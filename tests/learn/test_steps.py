@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-import torch
 from trainers import make, plain_float32, plain_trl, seed_weights, step_of
 
+from grpo.learn.together import flat_adapter
 from grpo.learn.trainer import Trainer
 from grpo.settings import FIELDS
 
@@ -35,8 +35,7 @@ def trained(tiny, folder, loss_type, correction, plain):
     # AdamW's usual 1e-8 makes a whole step, up or down, of a gradient that is nothing but rounding.
     trainer.args.adam_epsilon, trainer.args.save_strategy, trainer.reward_funcs = 1e-4, "no", [reward]
     trainer._generate_single_turn = lambda *arguments: step_of(trainer, PROMPTS * GROUP)
-    learned = [p for p in trainer.model.parameters() if p.requires_grad]
-    before = torch.cat([p.detach().flatten() for p in learned])
+    before = flat_adapter(trainer.model)
     with plain_trl(trainer) if plain else contextlib.nullcontext():
         if plain:
             trainer._get_train_sampler = lambda dataset=None: Trainer._get_train_sampler(trainer)  # the prompts' order
@@ -46,7 +45,7 @@ def trained(tiny, folder, loss_type, correction, plain):
             trainer.vllm_importance_sampling_clip_max = trainer.run.settings.IS_CLIP_MAX
         trainer.train()
     steps = [row for row in trainer.state.log_history if "loss" in row]
-    return torch.cat([p.detach().flatten() for p in learned]) - before, [[row[k] for k in COMPARED] for row in steps]
+    return flat_adapter(trainer.model) - before, [[row[k] for k in COMPARED] for row in steps]
 
 
 CASES = [(loss_type, "token_truncate") for loss_type in FIELDS["LOSS_TYPE"].metadata["choices"]]

@@ -8,14 +8,8 @@ import dataclasses
 import pytest
 import torch
 from conftest import read_csv
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-from trainers import batch, loss_and_gradients, make, plain_float32, plain_trl, policy_logps
+from trainers import batch, loss_and_gradients, make, plain_float32, policy_logps
 
-from grpo.data.prompts import sampling_seed
-from grpo.evaluate.models import TrainedModel
-from grpo.model.packing import cut_micro_batches
 from grpo.settings import FIELDS
 
 pytestmark = pytest.mark.numeric
@@ -92,47 +86,6 @@ def test_micro_batch_is_exact_for_completions_of_full_length(tiny, tmp_path):
     for micro_batch, expected in ((1, [[0], [1], [2], [3]]), (3, [[0, 1, 2], [3]])):
         trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
         assert [rows.tolist() for rows, _ in trainer.micro_batches(inputs)] == expected
-
-
-@hypothesis_settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=12),
-    st.integers(1, 60),
-    st.booleans(),
-)
-def test_cut_micro_batches(drawn, token_limit, share):
-    """Every completion once, groups together; one is full when the next completion would not have fitted."""
-    prompt_lengths = (5, 1, 12, 7)
-    prompts, lengths = [p for p, _ in drawn], [(prompt_lengths[p], c) for p, c in drawn]
-    cut = cut_micro_batches(prompts, lengths, token_limit, share)
-
-    def tokens(rows):
-        present = [prompts[i] for i in rows]
-        return sum(prompt_lengths[p] for p in (set(present) if share else present)) + sum(lengths[i][1] for i in rows)
-
-    order = sum(cut, [])
-    assert order == sorted(range(len(prompts)), key=lambda i: (prompts.index(prompts[i]), i))
-    assert all(rows and (tokens(rows) <= token_limit or len(rows) == 1) for rows in cut)
-    for rows, following in zip(cut, cut[1:], strict=False):
-        assert tokens([*rows, following[0]]) > token_limit
-
-
-def test_a_prompt_is_tokenized_once_for_all_its_completions(tiny, tmp_path):
-    """As TRL tokenizes them; in an evaluation too."""
-    trainer = make(tiny, tmp_path)
-    a, b = (row.prompt for row in trainer.run.rows[:2])
-    with plain_trl(trainer):
-        expected = trainer._tokenize_prompts([a, a, b, a])
-    tokenizer, tokenized = trainer.processing_class, []
-    trainer.processing_class = lambda text: tokenized.append(list(text)) or tokenizer(text=text)
-    assert trainer._tokenize_prompts([a, a, b, a]) == expected
-    trainer.generate = lambda prompt_ids, *rest: (prompt_ids, None)
-    assert TrainedModel(trainer).complete([a, a, b, a], 2) == expected[0]
-    assert tokenized == [[a, b]] * 2
-
-
-def test_sampling_seed_depends_on_seed_step_and_stream():
-    assert len({sampling_seed(s, n, stream) for s in (1, 2) for n in (0, 1) for stream in ("train", "evaluation")}) == 8
 
 
 @pytest.mark.parametrize("masked", [False, True])

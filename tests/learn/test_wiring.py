@@ -15,11 +15,11 @@ from trainers import build, make
 from transformers import TrainerControl, TrainerState
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo.learn.options import SHARED, grpo_options
+from grpo.learn.options import SHARED
 from grpo.model.load import load_model, load_tokenizer
 from grpo.plan.hub import read_json
 from grpo.preflight.checks import preflight
-from grpo.settings import FIELDS, Settings, load_settings, parse_value
+from grpo.settings import FIELDS, load_settings, parse_value
 
 
 def layers(trainer):
@@ -93,12 +93,6 @@ def test_a_changed_save_steps_holds_for_a_resumed_run(trainer):
 
 def test_no_setting_that_trl_gets_is_left_out():
     assert WIRING.keys() >= set(SHARED)
-
-
-@pytest.mark.parametrize(("changes", "high"), [({"EPSILON": 0.1}, 0.1), ({"LOSS_TYPE": "cispo"}, 5.0)])
-def test_what_auto_stands_for(changes, high):
-    options = grpo_options(Settings(**changes), False, [])
-    assert (options["epsilon_high"], options["scale_rewards"]) == (high, "group")
 
 
 CALLS: list[dict] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_models import config_of
+from expert_models import config_of, stock_model
 from packed_rows import DIM, HEADS, KEY_HEADS, REFERENCE, SCALE, normal
 
 from grpo.model.attention import KERNELS, SinkAttention, hidden_states
@@ -58,11 +58,7 @@ def with_wide_heads(model):
 @pytest.fixture(scope="module")
 def stock(tiny):
     """Log-probs, their weights and gradients by transformers alone, row by row: eager attention, float64."""
-    from transformers import AutoModelForCausalLM, Mxfp4Config
-
-    options = {"attn_implementation": "eager", "quantization_config": Mxfp4Config(dequantize=True)}
-    model = with_wide_heads(AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16, **options))
-    model.set_experts_implementation("eager")
+    model = with_wide_heads(stock_model(tiny, experts_implementation="eager"))
     g = torch.Generator().manual_seed(0)
     first, second, *completions = (torch.randint(3, 792, (n,), generator=g).tolist() for n in (40, 55, 9, 30, 17))
     prompts, rows = [first, first, second], []

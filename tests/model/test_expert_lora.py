@@ -7,11 +7,10 @@ import contextlib
 
 import pytest
 import torch
-from expert_models import load
+from expert_models import load, stock_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Mxfp4Config
 
 import train_grpo
 from grpo.model import experts
@@ -27,9 +26,7 @@ TARGETS = "q_proj,1.experts,2.experts"
 
 def plain(tiny):
     """transformers' own model in float32."""
-    options = {"quantization_config": Mxfp4Config(dequantize=True), "attn_implementation": "eager"}
-    options |= {"experts_implementation": "eager", "dtype": torch.bfloat16}
-    return AutoModelForCausalLM.from_pretrained(tiny, **options).float()
+    return stock_model(tiny, experts_implementation="eager").float()
 
 
 def adapted(model, wrapped, rank=3):

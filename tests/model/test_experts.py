@@ -70,7 +70,8 @@ for lowest, highest in ((124, 130), (0, 6)):  # down to subnormal ones; every su
     scales = torch.randint(lowest, highest, (E, 40, 3), dtype=torch.uint8)
     offs = torch.tensor([2, 2, 40, 41], dtype=torch.int32)  # none, and more than two tiles of rows
     rows, out = torch.randint(-4, 5, (41, 96)) * 2.0 ** (120 - lowest), torch.full((41, 40), torch.nan)
-    K.packed_product[(2, E)](*t.even_and_odd(rows), blocks, scales, offs, out, 40, 96, ROWS=16, COLUMNS=32, GROUPS=2)
+    halves = rows.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()
+    K.packed_product[(2, E)](*halves, blocks, scales, offs, out, 40, 96, ROWS=16, COLUMNS=32, GROUPS=2)
     plain = t.grouped_mm(rows, t.dequantize_mxfp4(blocks, scales).float(), offs=offs)
     assert torch.equal(out, plain), f"packed_product, scales from {lowest}"
 print("all equal")

@@ -9,10 +9,9 @@ import shutil
 
 import pytest
 import torch
-from expert_models import config_of, load
+from expert_models import config_of, load, stock_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from grpo.model.experts import quantized_experts
 from grpo.model.load import load_adapter, load_base, load_quantized, load_tokenizer
@@ -42,9 +41,7 @@ def test_a_small_model_is_computed_by_one_thread(tiny, monkeypatch):
 def test_dequantized_model_is_the_one_that_transformers_dequantizes(tiny):
     """Every tensor bit by bit, its config and what it generates with."""
     ours = load(tiny, "bf16")
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tiny, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=Mxfp4Config(dequantize=True)
-    )
+    theirs = stock_model(tiny)
     expected = theirs.state_dict()
     assert ours.state_dict().keys() == expected.keys() and len(expected) > 10
     for name, tensor in ours.state_dict().items():

@@ -52,3 +52,10 @@ def test_attention_needs_its_package():
     for attention, (package, _) in (machine.FLASH_PACKAGES | {"org/kernel": ("kernels", "")}).items():
         problem = only(package_problems(GOOD_VERSIONS, ATTN_IMPL=attention))
         assert f"{attention} needs the package {package}, which is not installed" in problem
+
+
+def test_trackers_are_known_and_installed(monkeypatch):
+    monkeypatch.setattr("grpo.plan.machine.installed_versions", lambda names: dict.fromkeys(names))
+    for trackers, words in (("mlflow", "is unknown"), ("tensorboard, none", "is not installed")):
+        machine.check_trackers(Settings(REPORT_TO=trackers), problems := Problems())
+        assert words in only(problems)

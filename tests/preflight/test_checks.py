@@ -251,14 +251,14 @@ def test_everything_at_once_exits_2_and_writes_nothing(tiny, tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
     done = run_script(
         cwd=tmp_path, MODEL_ID=tmp_path / "model", DATA="bad.csv,none.csv", EVAL_DATA="~nobody-here/x.csv",
-        NUM_GENERATIONS=10**18, SEED="1" * 5000, REWARDS="my_exit:score", LEARNING_RATES="\udcff",
+        REPORT_TO="mlflow", NUM_GENERATIONS=10**18, SEED="1" * 5000, REWARDS="my_exit:score", LEARNING_RATES="\udcff",
         GENERATION_BATCH=7, WARMUP_STEPS="x", OUTPUT_DIR="run",
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    named = ("tokenizer.json fails", "~nobody-here", "NUM_GENERATIONS", "SEED: ", "my_exit:score", "none.csv")
+    named = ("tokenizer.json fails", "~nobody-here", "NUM_GENERATIONS", "SEED: ", "my_exit:score", "none.csv", "mlflow")
     for words in (*named, "column reward_action_0: 'a'", "GENERATION_BATCH: 7", "WARMUP_STEPS: 'x'", "LEARNING_RATES"):
         assert words in done.stderr, words
-    assert "10 problems" in done.stderr
+    assert "11 problems" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) in (before, sorted([*before, "__pycache__"]))
 
 

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import sys
-import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 import triton
 from conftest import read_csv
-from engines import prompts_of, set_adapter, trainer_with_engine
+from engines import prompts_of, set_adapter
 from machines import H100
 
 from grpo.evaluate.models import TrainedModel
@@ -31,11 +29,6 @@ from grpo.rollout.engine import (
 )
 from grpo.rollout.vllm_patches import close_process_group
 from grpo.settings import Settings
-
-
-@pytest.fixture
-def build(tiny, tmp_path):
-    return functools.partial(trainer_with_engine, tiny, tmp_path)
 
 
 def test_a_seed_is_a_rollout(build):
@@ -54,40 +47,22 @@ def test_a_seed_is_a_rollout(build):
 
 def test_the_metrics_of_steps_beside_the_engine(build, monkeypatch):
     """Through TRL's own loop. GPU memory is the most that is in use, awake or learning: 50 GiB awake and 30 asleep in
-    the first step, 20 and 25 in the second. Utilization is the mean over each step, sampled by hand once in the rollout
-    (100%) and three times while it learns (50%); samples between the steps do not count."""
+    the first step, 20 and 25 in the second."""
     assert gpu_used_gib() == 0, "without a GPU"
     trainer = build(TOTAL_STEPS=2)
-    engine, generate, learn = trainer.run.engine, trainer.run.engine.generate, trainer.learn
+    engine = trainer.run.engine
     engine.llm.shift = -0.3
     used = lambda: ((30, 50), (25, 20))[min(trainer.state.global_step, 1)][not engine.asleep]  # noqa: E731
     for module in ("rollout.engine", "learn.timer"):
         monkeypatch.setattr(f"grpo.{module}.gpu_used_gib", used)
-    sample = lambda: trainer.timer.utilizations.append(50.0 if engine.asleep else 100.0)  # noqa: E731
-    monkeypatch.setattr(engine, "generate", lambda *a, **k: (sample(), generate(*a, **k))[1])
-    monkeypatch.setattr(trainer, "learn", lambda *a: (sample(), sample(), sample(), learn(*a))[3])
-    trainer.timer.utilizations.append(0.0)  # before the first step
     trainer.train()
     rows = read_csv(trainer.run.folder / "metrics.csv")
     assert float(rows[0]["logp_diff_mean"]) == pytest.approx(0.3, abs=1e-3)
     assert float(rows[0]["is_ratio_mean"]) == pytest.approx(math.exp(0.3), abs=1e-2)
-    assert [(row["gpu_peak_gib"], row["gpu_utilization"]) for row in rows] == [("50", "62.5"), ("25", "62.5")]
+    assert [row["gpu_peak_gib"] for row in rows] == ["50", "25"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * GIB, 80 * GIB))
     assert gpu_used_gib() == 20
-
-
-def test_the_utilization_is_sampled_in_the_background(build, monkeypatch):
-    """Of this process's own GPU, until NVML does not answer any more."""
-    timer, readings, devices = build(TOTAL_STEPS=1).timer, iter([40.0, 60.0]), []
-    monkeypatch.setattr("grpo.learn.timer.SAMPLE_S", 0.001)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "utilization", lambda device: devices.append(device) or next(readings))
-    timer.on_train_begin(SimpleNamespace(save_steps=1), SimpleNamespace(), None)
-    while len(devices) < 3:
-        time.sleep(0.001)
-    assert timer.utilizations == [40.0, 60.0] and devices == [3, 3, 3]
 
 
 def test_an_evaluation_has_its_own_temperature_and_no_log_probs(build, monkeypatch):

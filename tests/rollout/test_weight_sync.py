@@ -4,21 +4,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 
 import pytest
 import torch
-from engines import EXACT, apart, digest, prompts_of, set_adapter, trainer_logps, trainer_with_engine
+from engines import EXACT, apart, digest, prompts_of, set_adapter, trainer_logps
 from stub_vllm import SYNCS
 
 from grpo.rollout import weight_sync
 from grpo.rollout.parity import make_small
 from grpo.rollout.weight_sync import lora_layers, rounded_at_random
-
-
-@pytest.fixture
-def build(tiny, tmp_path):
-    return functools.partial(trainer_with_engine, tiny, tmp_path)
 
 
 @pytest.mark.parametrize(
