@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import importlib
 import os
 from collections.abc import Iterator
@@ -40,15 +42,16 @@ def vllm_environment() -> Iterator[None]:
 
 
 def patch_kernels() -> None:
-    """Repairs vLLM's copy of triton_kernels before the engine compiles any of it. If that fails, the run is slower and
-    otherwise the same."""
-    try:
-        from vllm.utils.import_utils import has_triton_kernels  # vLLM is optional
+    """Repairs vLLM's copy of triton_kernels before the engine compiles any of it. Where a repair fails, the run is
+    slower and otherwise the same."""
+    for patch in (compile_router_once, tune_decoding):
+        try:
+            from vllm.utils.import_utils import has_triton_kernels  # vLLM is optional
 
-        if has_triton_kernels():
-            compile_router_once()
-    except Exception as error:
-        log.warning("the repair of the router does not fit this vLLM (%r): rollouts may take a little longer", error)
+            if has_triton_kernels():
+                patch()
+        except Exception as error:
+            log.warning("%s does not fit this vLLM (%r): rollouts may take a little longer", patch.__name__, error)
 
 
 def compile_router_once() -> None:
@@ -69,6 +72,30 @@ def compile_router_once() -> None:
         if "constexpr" in str(kernel.fn.__annotations__.get(stride)):
             del kernel.fn.__annotations__[stride]
             launcher.__globals__[name] = triton.jit(kernel.fn)
+
+
+def tune_decoding() -> None:
+    """Lets two blocks of the experts' products share a multiprocessor of a Hopper card while decoding: at most 128
+    registers a thread (the second product takes 129), and tiles in plain order. The results are the same bits, 3 to 8%
+    sooner with 1 to 96 sequences.
+
+    Only tiles of 16 rows are tuned, gpt-oss-20b's for up to 135 tokens: larger ones would spill. triton_kernels' own
+    update_opt_flags_constraints knows neither the size nor these two flags (matmul_ogs_details/opt_flags.py).
+    """
+    scope = importlib.import_module("triton_kernels.matmul_ogs").matmul_ogs.__globals__
+    choose = scope["make_opt_flags"]
+    if torch.cuda.get_device_capability()[0] != 9 or hasattr(choose, "__wrapped__"):
+        return
+
+    @functools.wraps(choose)
+    def tuned(*arguments: Any, **named: Any) -> Any:
+        flags = choose(*arguments, **named)
+        if flags.block_m != 16:
+            return flags
+        kernel = {**flags.target_kernel_kwargs, "maxnreg": 128}
+        return dataclasses.replace(flags, group_m=1, target_kernel_kwargs=kernel)
+
+    scope["make_opt_flags"] = tuned
 
 
 def keep_weights_asleep(llm: Any) -> None:

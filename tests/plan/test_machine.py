@@ -10,6 +10,7 @@ import psutil
 from machines import GOOD_VERSIONS, only, package_problems
 
 from grpo.plan import machine
+from grpo.settings import Problems, Settings
 
 
 def test_the_gpu_that_nvidia_smi_shows(monkeypatch, claimed_gpu):

@@ -212,6 +212,10 @@ RELIED_ON = {  # excerpts of a definition's source
     f"{TRITON}/topk_details/_topk_forward.py:_topk_forward": ["stride_rn: tl.constexpr"],
     f"{TRITON}/reduction_details/reduce_bitmatrix.py:sum_bitmatrix_rows": ["_sum_bitmatrix_rows["],
     f"{TRITON}/reduction_details/reduce_bitmatrix.py:_sum_bitmatrix_rows": ["stride_bn: tl.constexpr"],
+    f"{TRITON}/matmul_ogs.py:matmul_ogs": ["= make_opt_flags(", "**opt_flags.target_kernel_kwargs"],
+    f"{TRITON}/matmul_ogs_details/opt_flags.py:OptFlags": [
+        "@dataclass", "block_m:", "group_m:", "target_kernel_kwargs:",
+    ],
 }  # fmt: skip
 
 

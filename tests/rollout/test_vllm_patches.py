@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -32,17 +33,35 @@ def sum_bitmatrix_rows():
     return _sum_bitmatrix_rows
 
 
+@dataclasses.dataclass
+class OptFlags:
+    block_m: int
+    group_m: int
+    target_kernel_kwargs: dict
+
+
+def make_opt_flags(rows):
+    return OptFlags(rows, 8, {"own": 1})
+
+
+def matmul_ogs(rows):
+    return make_opt_flags(rows)
+
+
 @pytest.fixture
 def modules(monkeypatch):
-    """vLLM and triton_kernels; what is patched comes back."""
+    """vLLM and triton_kernels on a Hopper card; what is patched comes back."""
     for kernel in (_topk_forward, _sum_bitmatrix_rows):
         monkeypatch.setitem(globals(), kernel.fn.__name__, kernel)
         monkeypatch.setattr(kernel.fn, "__annotations__", dict(kernel.fn.__annotations__))
+    monkeypatch.setitem(globals(), "make_opt_flags", make_opt_flags)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     fakes = {
         "vllm.utils.import_utils": SimpleNamespace(has_triton_kernels=lambda: True),
         "triton_kernels": MagicMock(),  # with other modules: in vLLM its attributes are copies under another name
         "triton_kernels.topk": SimpleNamespace(topk_forward=topk_forward),
         "triton_kernels.tensor": SimpleNamespace(sum_bitmatrix_rows=sum_bitmatrix_rows),
+        "triton_kernels.matmul_ogs": SimpleNamespace(matmul_ogs=matmul_ogs),
     }
     for name, module in {"vllm": MagicMock(), "vllm.utils": MagicMock(), **fakes}.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -59,7 +78,22 @@ def test_the_router_is_not_compiled_for_every_number_of_tokens(modules, caplog):
 
 
 def test_what_moved_is_one_warning(modules, caplog):
-    del modules["triton_kernels.topk"].topk_forward
+    del modules["triton_kernels.matmul_ogs"].matmul_ogs
     patch_kernels()
     (record,) = caplog.records
-    assert "does not fit this vLLM (AttributeError" in record.getMessage()
+    assert "tune_decoding does not fit this vLLM (" in record.getMessage()
+
+
+TUNED = (1, {"own": 1, "maxnreg": 128})
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "flags"), [(9, 16, TUNED), (9, 32, (8, {"own": 1})), (10, 16, (8, {"own": 1}))]
+)
+def test_decoding_on_hopper_gets_its_own_flags(modules, monkeypatch, caplog, capability, rows, flags):
+    """Tiles of 16 rows, and nothing else about them changes; a second engine in the process tunes nothing twice."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
+    patch_kernels()
+    tuned = make_opt_flags
+    patch_kernels()
+    assert make_opt_flags is tuned and matmul_ogs(rows) == OptFlags(rows, *flags) and not caplog.records
