@@ -29,6 +29,7 @@ SAME = {
     "VLLM_EAGER": "VLLM_ENFORCE_EAGER ENFORCE_EAGER",
     "IS_CORRECTION": "VLLM_IMPORTANCE_SAMPLING_MODE",
     "IS_CLIP_MAX": "VLLM_IMPORTANCE_SAMPLING_CAP VLLM_IMPORTANCE_SAMPLING_CLIP_MAX",
+    "NUM_ITERATIONS": "PPO_EPOCHS",
     "NUM_GENERATIONS": "GROUP_SIZE",
     "MAX_COMPLETION_LEN": "MAX_COMPLETION_LENGTH MAX_NEW_TOKENS MAX_TOKENS MAX_RESPONSE_LENGTH",
     "TOTAL_STEPS": "MAX_STEPS NUM_STEPS STEPS TOTAL_TRAINING_STEPS",
@@ -52,8 +53,9 @@ SAME = {
 INSTEAD = {
     "set PROMPTS_PER_STEP, the prompts of a whole step (TRL's per_device_train_batch_size x "
     "gradient_accumulation_steps x GPUs / num_generations); micro-batches plan themselves":
-        "BATCH_SIZE TRAIN_BATCH_SIZE PER_DEVICE_TRAIN_BATCH_SIZE GRADIENT_ACCUMULATION_STEPS STEPS_PER_GENERATION "
-        "GENERATION_BATCH_SIZE AUTO_FIND_BATCH_SIZE",
+        "BATCH_SIZE TRAIN_BATCH_SIZE PER_DEVICE_TRAIN_BATCH_SIZE GRADIENT_ACCUMULATION_STEPS AUTO_FIND_BATCH_SIZE",
+    "set STEPS_PER_GENERATION to {} / (PROMPTS_PER_STEP x NUM_GENERATIONS)": "GENERATION_BATCH_SIZE",
+    "set PROMPTS_PER_STEP={}, and STEPS_PER_GENERATION to verl's train_batch_size / {}": "PPO_MINI_BATCH_SIZE",
     "set MAX_PROMPT_LEN and MAX_COMPLETION_LEN, of which it is the sum in tokens":
         "MAX_SEQ_LENGTH MAX_SEQ_LEN MAX_LENGTH MAX_MODEL_LEN SEQUENCE_LEN CUTOFF_LEN VLLM_MAX_MODEL_LENGTH",
     "set WARMUP_STEPS to {} x TOTAL_STEPS": "WARMUP_RATIO LR_WARMUP_STEPS_RATIO",
@@ -81,9 +83,8 @@ UNSUPPORTED = {
     "like TOP_P below 1, it would bend the sampled log-probs away from the trained ones "
     "(https://github.com/huggingface/trl/issues/6789)":
         "TOP_K MIN_P REPETITION_PENALTY PRESENCE_PENALTY FREQUENCY_PENALTY",
-    "there is one optimizer step a rollout": "NUM_ITERATIONS PPO_EPOCHS PPO_MINI_BATCH_SIZE",
     "it was removed, the same command always continues the run, and OVERWRITE=1 starts again": "RESUME",
-    "the loss is that of LOSS_TYPE with TRL's defaults": "DELTA IMPORTANCE_SAMPLING_LEVEL ENTROPY_COEF ENTROPY_COEFF",
+    "the loss is that of LOSS_TYPE with TRL's defaults": "DELTA ENTROPY_COEF ENTROPY_COEFF",
     "rewards are functions, there is no reward model (docs/data.md)": "REWARD_MODEL REWARD_MODEL_NAME_OR_PATH",
     "the optimizer is torch's AdamW with betas of 0.9 and 0.999":
         "OPTIM OPTIMIZER ADAM_BETA1 ADAM_BETA2 ADAM_EPSILON",

@@ -145,11 +145,15 @@ class Settings:
         "Largest mean difference of log-probs that the mismatch check accepts.")
     PROMPTS_PER_STEP: int = setting("Rollouts", 12, "prompts", tiny=8, low=1, high=MOST_COMPLETIONS, text=
         "Prompts per optimizer step.")
+    STEPS_PER_GENERATION: int = setting("Rollouts", 1, "steps", low=1, high=1000, text=
+        "Optimizer steps that share a rollout of STEPS_PER_GENERATION x PROMPTS_PER_STEP prompts, each with its own.")
+    NUM_ITERATIONS: int = setting("Rollouts", 1, "times", low=1, high=1000, text=
+        "How often the completions of a rollout are learned from, in as many times the steps.")
     NUM_GENERATIONS: int = setting("Rollouts", 8, "completions", low=2, high=MOST_COMPLETIONS, text=
         "Completions per prompt: the group that advantages compare.")
     GENERATION_BATCH: int | None = setting("Rollouts", None, "completions", low=1, resume=True, text=
-        "Completions that transformers generates at once; must divide PROMPTS_PER_STEP x NUM_GENERATIONS; `auto` "
-        "plans it from the free memory.")
+        "Completions that transformers generates at once; must divide STEPS_PER_GENERATION x PROMPTS_PER_STEP x "
+        "NUM_GENERATIONS; `auto` plans it from the free memory.")
     MAX_COMPLETION_LEN: int = setting("Rollouts", 4000, "tokens", tiny=12, low=1, text=
         "Longest completion; one that meets it counts as truncated.")
     TEMPERATURE: float = setting("Rollouts", 1.0, tiny=1.5, above=0, high=10, text=
@@ -183,9 +187,12 @@ class Settings:
     BETA: float = setting("Learner", 0.0, low=0, high=1000, text=
         "Weight of the KL penalty against the base model; 0 saves a forward pass.")
     EPSILON: float = setting("Learner", 0.2, above=0, text=
-        "Lower clip range of the policy ratio, which is 1 with one update a rollout: nothing is clipped.")
+        "Lower clip range of the policy ratio, which is 1 with one step a rollout: nothing is clipped.")
     EPSILON_HIGH: float | None = setting("Learner", None, above=0, text=
-        "Upper clip range, which acts only with cispo, below 1; `auto` is EPSILON, 5.0 for cispo.")
+        "Upper clip range, which with one step a rollout acts only with cispo, below 1; `auto` is EPSILON, 5.0 for "
+        "cispo.")
+    IMPORTANCE_SAMPLING_LEVEL: str = setting("Learner", "token", choices=("token", "sequence"), text=
+        "Policy ratios by token, or one for each completion, their geometric mean (GSPO).")
     SEED: int = setting("Learner", 42, low=0, high=2**31 - 1, text=
         "Seed of prompt order, adapter initialization and sampling.")
 
@@ -207,6 +214,14 @@ class Settings:
     @property
     def completions_per_step(self) -> int:
         return self.PROMPTS_PER_STEP * self.NUM_GENERATIONS
+
+    @property
+    def completions_per_rollout(self) -> int:
+        return self.STEPS_PER_GENERATION * self.completions_per_step
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return self.STEPS_PER_GENERATION * self.NUM_ITERATIONS
 
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(Settings)}

@@ -68,7 +68,9 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
         return "waiting for the first step"
     if step >= total:
         return "every step is done: evaluation and saving"
-    return Pace(total, settings.get("EVAL_STEPS", 0), metrics.to_dict("records")).time_left(step) or UNKNOWN
+    shared = settings.get("STEPS_PER_GENERATION", 1) * settings.get("NUM_ITERATIONS", 1)
+    pace = Pace(total, settings.get("EVAL_STEPS", 0), metrics.to_dict("records"), shared)
+    return pace.time_left(step) or UNKNOWN
 
 
 def frame(folder: Path) -> tuple[list[str], bool]:

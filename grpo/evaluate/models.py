@@ -167,6 +167,7 @@ class VllmModel(EvaluatedModel):
             LORA_R=json.loads((adapter / CONFIG).read_text(encoding="utf-8"))["r"] if adapter else settings.LORA_R,
             LORA_TARGETS="experts" if adapter and on_experts(adapter) else "all-linear",
             PROMPTS_PER_STEP=min(len(prompts), MOST_AT_ONCE),
+            STEPS_PER_GENERATION=1,
             NUM_GENERATIONS=1,
         )
         longest = max(map(len, self.tokenizer(text=list(dict.fromkeys(prompts)))["input_ids"])) + 32

@@ -26,22 +26,25 @@ from grpo.plan.memory import HEAD_TILE, micro_batch_tokens
 Batch = dict[str, Tensor]  # The tensors that TRL makes of a step, or some rows of them.
 
 
-def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, limit: float) -> Tensor:
-    """pi / mu for the policy's log-probs (B, C) and those with which the engine sampled (NaN: unknown, ratio 1), as TRL
-    computes it: truncated at `limit`, or 0 above it, by token (B, C) or by sequence (B, 1)."""
+def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, limit: float) -> tuple[Tensor, Tensor]:
+    """(ratio, share of pi / mu that it keeps), for the policy's log-probs pi (B, C) and those with which the engine
+    sampled, mu (NaN: unknown, ratio 1). The ratio is pi / mu as TRL computes it: truncated at `limit`, or 0 above it,
+    by token (B, C) or by sequence (B, 1)."""
     difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)
     ratio = difference.exp()
-    return ratio.clamp(max=limit) if mode.endswith("truncate") else ratio.masked_fill(ratio > limit, 0.0)
+    if mode.endswith("truncate"):
+        return ratio.clamp(max=limit), (limit / ratio).clamp(max=1.0)
+    return ratio.masked_fill(ratio > limit, 0.0), (ratio <= limit).to(ratio.dtype)
 
 
 class Learner(GRPOTrainer):
     """The part of the trainer that learns from a rollout; `Trainer` adds the rollouts, rewards and logs.
 
     The loss is Liger's, and however the step is cut, loss and gradient are those of the whole batch. Nothing is
-    computed twice: a prompt once for its completions, no padding, and no pass for old log-probs, as there is one
-    optimizer step a rollout: they are the current ones.
+    computed twice: a prompt once for its completions, no padding, and no pass for old log-probs. With one optimizer
+    step a rollout they are the current ones, with several those with which vLLM sampled.
     """
 
     run: RunContext
@@ -57,8 +60,8 @@ class Learner(GRPOTrainer):
         Returns the loss, a scalar.
 
         `batch` holds `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,), and where they are
-        known `sampling_per_token_logps` and `ref_per_token_logps` (B, C). `answers` are the rewards of all actions,
-        with EXPECTED_REWARD.
+        known `sampling_per_token_logps` and `ref_per_token_logps` (B, C), and `old_per_token_logps` where several steps
+        share a rollout (NaN: unknown, ratio 1). `answers` are the rewards of all actions, with EXPECTED_REWARD.
         """
         s, base, mask = self.run.settings, self.base_model_of(model), batch["completion_mask"]
         means = slopes = torch.zeros(len(mask), device=mask.device)
@@ -79,8 +82,13 @@ class Learner(GRPOTrainer):
             policy, sampled = token_logps.detach(), micro_batch.get("sampling_per_token_logps")
             logps[rows], ratios[rows] = policy, 1.0
             if sampled is not None and s.IS_CORRECTION != "none":
-                ratio = importance_ratio(policy, sampled, mask[rows], s.IS_CORRECTION, s.IS_CLIP_MAX)
-                micro_batch["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(policy)
+                ratio, kept = importance_ratio(policy, sampled, mask[rows], s.IS_CORRECTION, s.IS_CLIP_MAX)
+                ratios[rows] = ratio.expand_as(policy)
+                # Where several steps share a rollout, the policy ratio is pi / mu already: it must not count twice.
+                micro_batch["importance_sampling_ratio"] = kept if s.steps_per_rollout > 1 else ratio
+            if "old_per_token_logps" in batch or self.importance_sampling_level == "sequence":
+                old = micro_batch.get("old_per_token_logps", policy)
+                micro_batch["old_per_token_logps"] = self.comparable_logps(token_logps, old, mask[rows])
             loss, metrics = self.liger_loss(micro_batch, batch, token_logps, entropy)
             if answers is not None and len(packed.targets):
                 row_answers = answers[rows]
@@ -98,6 +106,15 @@ class Learner(GRPOTrainer):
                 sums.update(rank_sums)
         self.record_learning(batch, logps, ratios, sums)
         return total
+
+    def comparable_logps(self, policy: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+        """The log-probs (b, C) by which the loss divides the `policy`'s: the `old` ones, and with
+        IMPORTANCE_SAMPLING_LEVEL=sequence those that give each token its completion's ratio, with that ratio's gradient
+        (Liger's own ratio by sequence does not know LOSS_TYPE=cispo and sapo)."""
+        old = torch.where(old.isnan(), policy.detach(), old)
+        if self.importance_sampling_level == "token":
+            return old
+        return policy - ((policy - old) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
     def base_model_of(self, model: torch.nn.Module) -> PreTrainedModel:
         """The gpt-oss inside of PEFT's and accelerate's wrappers."""
@@ -137,7 +154,13 @@ class Learner(GRPOTrainer):
         self, base: PreTrainedModel, batch: Batch, answers: StepRewards
     ) -> tuple[Batch, Tensor, Tensor]:
         """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)). The loss gets another term, -slope *
-        (V - mean) of each completion."""
+        (V - mean) of each completion.
+
+        The probabilities are those of the policy that learns, also in the later steps of a rollout. V is what a prefix
+        is worth where this policy answers, which is known exactly: the rollout's own probabilities would credit the
+        prefix with answers that are no longer given. That the prefix was drawn by an older policy is the matter of its
+        tokens' ratios. At the answer nothing was drawn, so V needs no ratio, and there is nothing to clip.
+        """
         mask, group = batch["completion_mask"], self.run.settings.NUM_GENERATIONS
         if self.chosen_by is None:
             probabilities = self.probabilities_of_step(base, batch, answers)
@@ -232,7 +255,10 @@ class Learner(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ):
-        """Log-probs (B, C) of the last `logits_to_keep` tokens: TRL calls this for the reference model."""
+        """Log-probs (B, C) of the last `logits_to_keep` tokens. TRL calls this for the reference model, the adapter
+        disabled, and where several steps share a rollout for the old log-probs: those are vLLM's, if it generates."""
+        if self.run.engine is not None and self.model.has_active_enabled_adapter:
+            return None, None, None
         batch = {
             "prompt_ids": input_ids[:, :-logits_to_keep],
             "prompt_mask": attention_mask[:, :-logits_to_keep],

@@ -11,7 +11,8 @@ from grpo.settings import Settings, split_commas
 
 # Both configs know these settings by the same names; GRPOConfig knows the others of SHARED too.
 OF_TRAINING = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")
-SHARED = (*OF_TRAINING, "TEMPERATURE", "TOP_P", "BETA", "LOSS_TYPE", "EPSILON", "SAVE_STEPS")
+OF_LOSS = ("BETA", "LOSS_TYPE", "EPSILON", "IMPORTANCE_SAMPLING_LEVEL")
+SHARED = (*OF_TRAINING, *OF_LOSS, "TEMPERATURE", "TOP_P", "STEPS_PER_GENERATION", "NUM_ITERATIONS", "SAVE_STEPS")
 
 
 def training_options(s: Settings, cuda: bool, shared: Sequence[str]) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def grpo_options(
         # TRL refuses groups of one, which direct answers are: the step counts as one group until `Trainer` puts the
         # true size in its place.
         "num_generations": s.PROMPTS_PER_STEP if s.DIRECT_ANSWERS else s.NUM_GENERATIONS,
-        # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into micro-batches.
+        # TRL sees the step's completions as one batch; `Learner.learn` cuts it into micro-batches.
         "per_device_train_batch_size": s.completions_per_step,
         "max_completion_length": s.MAX_COMPLETION_LEN,
         "epsilon_high": epsilon_high,

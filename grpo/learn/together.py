@@ -16,6 +16,7 @@ from grpo.run.ranks import Ranks
 # The files that a run continues from. The ranks that receive them write these names only, never a name that another
 # process sent.
 RESUME_FILES = [ADAPTER, "adapter_config.json", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"]
+ROLLOUT = "rollout.pt"  # One more, where the step after the checkpoint learns from the same rollout.
 
 
 def adapter_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -60,7 +61,8 @@ def adopt_rank0_state(ranks: Ranks, model: torch.nn.Module, folder: Path | None,
         parameter.copy_(values)
     if not ranks.broadcast(folder is not None):
         return None
-    for name in RESUME_FILES:
+    has_rollout = ranks.broadcast(bool(folder and (folder / ROLLOUT).is_file()))
+    for name in [*RESUME_FILES, ROLLOUT] if has_rollout else RESUME_FILES:
         content = bytearray((folder / name).read_bytes()) if folder else bytearray()
         size = ranks.broadcast(len(content))
         values = torch.frombuffer(content or bytearray(size), dtype=torch.uint8)

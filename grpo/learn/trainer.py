@@ -26,8 +26,9 @@ from grpo.learn.answer_rewards import RewardLookup, expected_text
 from grpo.learn.context import RunContext
 from grpo.learn.expected_reward import AnswerRewards, StepRewards, action_tokens
 from grpo.learn.learner import Batch, Learner
+from grpo.learn.scored import ScoredRollout
 from grpo.learn.timer import StepTimerCallback
-from grpo.learn.together import sync_stop_signal
+from grpo.learn.together import ROLLOUT, sync_stop_signal
 from grpo.model.attention import attention_of
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
@@ -87,7 +88,8 @@ class Trainer(Learner):
         weights = config.reward_weights or [1.0] * len(rewards)  # The default is TRL's.
         self.run_log: RunLog | None = None  # Only rank 0 writes logs.
         if not run.ranks.rank:
-            self.run_log = RunLog(run.folder, s.TOTAL_STEPS, s.EVAL_STEPS, names, s.LOG_PROMPTS, s.DIRECT_ANSWERS)
+            steps, shared, direct = (s.TOTAL_STEPS, s.EVAL_STEPS), s.steps_per_rollout, s.DIRECT_ANSWERS
+            self.run_log = RunLog(run.folder, *steps, names, s.LOG_PROMPTS, direct, shared)
         self.columns = column_names(run.rows)  # Reward functions get them with every row.
         self.rollout_tokens = 0  # Tokens of the last rollout.
         self.lookup: RewardLookup | None = None  # None without EXPECTED_REWARD.
@@ -98,6 +100,7 @@ class Trainer(Learner):
             self.actions = action_tokens(tokenizer, max(len(row.rewards) for row in run.rows))
             config.num_generations = s.NUM_GENERATIONS  # `grpo_options` says why the config has another number.
         self.step_rewards: StepRewards | None = None  # Rewards of the last completions, with EXPECTED_REWARD.
+        self.rollout: ScoredRollout | None = None  # None where the next step generates.
         # Only the index travels through TRL: the columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
         with experts_wrapped(model):
@@ -141,8 +144,15 @@ class Trainer(Learner):
         checkpoint = self.run.folder / f"checkpoint-{self.state.global_step}"
         begin_checkpoint(checkpoint)
         super()._save_checkpoint(model, trial)
+        if self.rollout:
+            self.rollout.save(checkpoint / ROLLOUT)
         finish_checkpoint(checkpoint, self.run_log.sync())
         rotate_checkpoints(self.run.folder, self.run.settings.SAVE_TOTAL_LIMIT)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (path := Path(checkpoint) / ROLLOUT).is_file():
+            self.rollout = ScoredRollout.load(path, self.accelerator.device)
 
     def save_last_step(self) -> None:
         """Saves a checkpoint of the last finished step, if there is none, for a run that ends before the next step has
@@ -151,11 +161,14 @@ class Trainer(Learner):
         if step and not (self.run.folder / f"checkpoint-{step}").exists():
             self._save_checkpoint(self.model, None)
 
-    # A dataloader takes any sequence of indices: here the prompts' order, each prompt for all its completions.
+    # A dataloader takes any sequence of indices: here the prompts' order, each prompt for all its completions. It asks
+    # for a rollout's prompts once for each step that shares them.
     def _get_train_sampler(self, dataset: Dataset | None = None) -> list[int]:  # type: ignore[override]
         s = self.run.settings
-        order = prompt_order(len(self.run.rows), s.SEED, s.TOTAL_STEPS * s.PROMPTS_PER_STEP)
-        return [row for row in order for _ in range(s.NUM_GENERATIONS)]
+        prompts, rollouts = s.STEPS_PER_GENERATION * s.PROMPTS_PER_STEP, -(-s.TOTAL_STEPS // s.steps_per_rollout)
+        order = list(prompt_order(len(self.run.rows), s.SEED, rollouts * prompts))
+        starts = [start for start in range(0, len(order), prompts) for _ in range(s.steps_per_rollout)]
+        return [row for n in starts for row in order[n : n + prompts] for _ in range(s.NUM_GENERATIONS)]
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         """The rollout of a step, which TRL asks for."""
@@ -336,24 +349,46 @@ class Trainer(Learner):
     ) -> Tensor:
         """Rollout, rewards, then forward and backward of each micro-batch. Returns the step's loss, a scalar."""
         model.train()
-        # TRL's _prepare_inputs is left out. It shuffles completions, for steps that learn from some of them, by torch's
-        # own generator, whose state differs between ranks after a rollout by vLLM. Here each rank learns from its own
-        # prompts, whole groups.
-        with Phase(f"step {self.state.global_step + 1}", first_s=LINE_S):
-            tokens = self.state.num_input_tokens_seen
-            try:
-                batch = self._generate_and_score_completions(inputs)
-            except RewardError:
-                self.state.num_input_tokens_seen = tokens  # A resumed run counts this step's tokens again.
-                self.save_last_step()
-                raise
+        s, step = self.run.settings, self.state.global_step
+        place = step % s.steps_per_rollout  # Of this step among those that share its rollout.
+        with Phase(f"step {step + 1}", first_s=LINE_S):
+            # TRL's _prepare_inputs is left out: it shuffles completions, and `ScoredRollout.part` says why not here.
+            if self.rollout is None:
+                rollout = self.new_rollout(inputs)
+            else:
+                rollout = self.rollout
+                self.repeat_figures(rollout)
+            self.rollout = rollout if place < s.steps_per_rollout - 1 else None
             self._step += 1
             started = time.perf_counter()
-            if self.run.settings.DIRECT_ANSWERS:
-                batch = self.cut_to_answers(batch)
-            loss = self.learn(model, batch, self.step_rewards)
+            loss = self.learn(model, *rollout.part(place % s.STEPS_PER_GENERATION, s.STEPS_PER_GENERATION))
         self._metrics["train"]["step_time"].append(time.perf_counter() - started)
         return loss
+
+    def new_rollout(self, inputs: Any) -> ScoredRollout:
+        """Generates and scores the completions of rows `inputs`, for all steps that share them."""
+        tokens = self.state.num_input_tokens_seen
+        try:
+            batch = self._generate_and_score_completions(inputs)
+        except RewardError:
+            self.state.num_input_tokens_seen = tokens  # A resumed run counts this step's tokens again.
+            self.save_last_step()
+            raise
+        if self.run.settings.DIRECT_ANSWERS:
+            batch = self.cut_to_answers(batch)
+        if self.run.settings.steps_per_rollout > 1 and "sampling_per_token_logps" in batch:
+            batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
+        metrics = {name: values[-1] for name, values in self._metrics["train"].items() if values}
+        return ScoredRollout(batch, self.step_rewards, metrics, self.run_log.rates if self.run_log else {})
+
+    def repeat_figures(self, rollout: ScoredRollout) -> None:
+        """Logs what is known of a `rollout` for another step that learns from it, which a resumed run may have read
+        from its checkpoint. The noise of LORA_DROPOUT does not depend on what was evaluated in between either."""
+        torch.manual_seed(sampling_seed(self.run.settings.SEED, self.state.global_step, "train") + self.run.ranks.rank)
+        for name, value in rollout.metrics.items():
+            self._metrics["train"][name].append(value)
+        if self.run_log:
+            self.run_log.rates = rollout.rates
 
     def cut_to_answers(self, batch: Batch) -> Batch:
         """The `batch` of a step with the first token of each completion alone: the tokens behind it were not sampled,
@@ -367,12 +402,13 @@ class Trainer(Learner):
         """Logs metrics, into which TRL merges its own. Those of a training step become a row of metrics.csv, with the
         figures that are measured every EVAL_STEPS steps."""
         if stepped := "loss" in logs and self.model.training:
-            row, engine = self.timer.figures(), self.run.engine
+            row, rolled_out = self.timer.figures(), self.timer.parts["rollout"] > 0
+            engine = self.run.engine if rolled_out else None
             for name in ("wake", "handover", "sleep"):
                 row[f"{name}_s"] = engine.seconds[name] if engine else None
             row["sync_share"] = engine.share[0] if engine and engine.share else None
-            speed = self.rollout_tokens / max(self.timer.parts["rollout"], 1e-9)
-            row["rollout_tokens_per_s"] = None if self.run.settings.DIRECT_ANSWERS else speed
+            has_speed = rolled_out and not self.run.settings.DIRECT_ANSWERS
+            row["rollout_tokens_per_s"] = self.rollout_tokens / self.timer.parts["rollout"] if has_speed else None
             row |= dict.fromkeys((*EVALUATED, "eval_s"))
             s, step = self.run.settings, self.state.global_step
             if s.EVAL_STEPS and step % s.EVAL_STEPS == 0 and step < s.TOTAL_STEPS:  # The last one is measured later.

@@ -170,7 +170,7 @@ def plan_engine(
 ) -> EnginePlan:
     """Plan vLLM's memory beside a trainer of `trainer` GiB.
 
-    The cache shall hold a whole step: vLLM has one group of full and one of sliding layers, and both take blocks of
+    The cache shall hold a whole rollout: vLLM has one group of full and one of sliding layers, and both take blocks of
     KV_BLOCK tokens from a common pool (vllm/v1/core/kv_cache_utils.py). The completions of a prompt share its whole
     blocks; a sliding layer keeps its window and the tokens of two prefill steps."""
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)
@@ -182,7 +182,8 @@ def plan_engine(
     whole, shared = -(-length // KV_BLOCK), prompt_len // KV_BLOCK
     sliding = min(whole, -(-(window + 1) // KV_BLOCK) + 1)
     in_flight = 2 * BATCHED_TOKENS // KV_BLOCK
-    prompts, group = -(-settings.PROMPTS_PER_STEP // machine.ranks), settings.NUM_GENERATIONS
+    prompts = -(-settings.STEPS_PER_GENERATION * settings.PROMPTS_PER_STEP // machine.ranks)
+    group = settings.NUM_GENERATIONS
     wanted = (1 + in_flight + prompts * (shared + group * (whole - shared + sliding))) * block
     most = -(-longest // KV_BLOCK)
     least = (2 + most + min(most, -(-window // KV_BLOCK) + in_flight)) * block
@@ -200,7 +201,8 @@ def plan_engine(
         room, where = machine.gpu_total * settings.VLLM_GPU_MEM, f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
     cache = max(min(max(wanted, least), room - weights - scratch), 0.0)
     completions = f"{group} completions of {settings.MAX_COMPLETION_LEN}"
-    reason = f"one step: {prompts} prompts of {prompt_len} tokens x {completions}"
+    rollout = "one step" if settings.STEPS_PER_GENERATION == 1 else "one rollout"
+    reason = f"{rollout}: {prompts} prompts of {prompt_len} tokens x {completions}"
     if cache < wanted:
         part = f"{cache / wanted:.0%} of the {wanted:.1f} GiB they may need"
         reason += f"; {where} leaves {part}, the rest waits its turn"
@@ -301,7 +303,7 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
     where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - nccl
     room -= engine.asleep if engine else 0.0
-    total = settings.completions_per_step
+    total = settings.completions_per_rollout
     own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # Completions of a process.
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:

@@ -37,11 +37,14 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     if rows:
         yield "data", f"{len(rows)} training rows, {len(resolved.eval_rows)} held-out rows"
         yield "held out", reasons["heldout"]
-        length += f", {s.TOTAL_STEPS * s.PROMPTS_PER_STEP / len(rows):.1f} epochs over the rows"
+        length += f", {s.TOTAL_STEPS * s.PROMPTS_PER_STEP / s.NUM_ITERATIONS / len(rows):.1f} epochs over the rows"
     else:
         yield "data", "no row that can be used, see below"
     batch = f"{s.PROMPTS_PER_STEP} prompts x {s.NUM_GENERATIONS} generations = {s.completions_per_step} completions"
     yield "step", f"{s.PROMPTS_PER_STEP} prompts, each once" if s.DIRECT_ANSWERS else batch
+    if s.steps_per_rollout > 1:
+        times = f", {s.NUM_ITERATIONS} times" if s.NUM_ITERATIONS > 1 else ""
+        yield "rollout", f"{s.completions_per_rollout} completions for {s.STEPS_PER_GENERATION} steps{times}"
     if machine.ranks > 1:
         yield "processes", processes_text(resolved)
     yield "length", f"{length}: {reasons['total_steps']}"

@@ -61,11 +61,12 @@ def check_lora(settings: Settings, config: ModelConfig | None, problems: Problem
 
 def check_batches(settings: Settings, ranks: int, problems: Problems) -> None:
     """The completions of a step can be cut into batches, and shared by so many processes."""
-    prompts, total, chunk = settings.PROMPTS_PER_STEP, settings.completions_per_step, settings.GENERATION_BATCH
+    prompts, total, chunk = settings.PROMPTS_PER_STEP, settings.completions_per_rollout, settings.GENERATION_BATCH
     if chunk and total % chunk and not settings.DIRECT_ANSWERS:
         near = min(memory.divisors(total), key=lambda n: abs(n - chunk))
-        product = f"PROMPTS_PER_STEP x NUM_GENERATIONS = {prompts} x {settings.NUM_GENERATIONS} = {total}"
-        fault = f"{chunk} does not divide {product}"
+        names = ["STEPS_PER_GENERATION", "PROMPTS_PER_STEP", "NUM_GENERATIONS"][settings.STEPS_PER_GENERATION == 1 :]
+        factors = " x ".join(str(getattr(settings, name)) for name in names)
+        fault = f"{chunk} does not divide {' x '.join(names)} = {factors} = {total}"
         problems.add("GENERATION_BATCH", fault, f"The nearest that does is {near}")
     if ranks > prompts:
         fault = f"{prompts} cannot be shared out among {ranks} processes, each needs one"
@@ -90,6 +91,8 @@ def check_settings(settings: Settings, config: ModelConfig | None, machine: Mach
         problems.add("WARMUP_STEPS", fault, "Lower it, or raise TOTAL_STEPS")
     if settings.LOSS_TYPE == "vespo" and settings.IS_CORRECTION.startswith("sequence"):
         problems.add("IS_CORRECTION", "vespo corrects sequences itself", "Set token_truncate or token_mask")
+    if settings.LOSS_TYPE == "vespo" and settings.IMPORTANCE_SAMPLING_LEVEL == "sequence":
+        problems.add("IMPORTANCE_SAMPLING_LEVEL", "vespo weights completions itself", "Set token")
     if machine.gpus > 1:
         start = f"Start one for each (torchrun --nproc-per-node {machine.gpus} train_grpo.py, see docs/clusters.md)"
         fault = f"{machine.gpus} GPUs are visible, a process of this program uses one"
@@ -112,14 +115,19 @@ def check_experts(
 def check_direct(
     settings: Settings, names: Sequence[str], rows: Sequence[Row], tokenizer: Path | None, problems: Problems
 ) -> None:
-    """Where DIRECT_ANSWERS is set, every row of DATA and EVAL_DATA tells the reward of each action to the functions of
-    these `names`, and one token names the action. `tokenizer`: a tokenizer.json, None where there is none."""
+    """Where DIRECT_ANSWERS is set, no steps share a rollout, every row of DATA and EVAL_DATA tells the reward of each
+    action to the functions of these `names`, and one token names the action. `tokenizer`: a tokenizer.json, None where
+    there is none."""
     if not settings.DIRECT_ANSWERS:
         return
     remedy = "or set DIRECT_ANSWERS=0"
     if settings.EXPECTED_REWARD is False:
         fault = "DIRECT_ANSWERS samples nothing: it learns from the rewards of all actions alone"
         problems.add("EXPECTED_REWARD", fault, f"Unset it, {remedy}")
+    for name in ("STEPS_PER_GENERATION", "NUM_ITERATIONS"):
+        if getattr(settings, name) > 1:
+            fault = "DIRECT_ANSWERS samples nothing that several steps could share"
+            problems.add(name, fault, f"Leave it at 1, {remedy}")
     if sampled := [name for name in names if not is_by_action(name)]:
         fault = f"{', '.join(sampled)} may depend on more than row and action, and DIRECT_ANSWERS samples nothing else"
         problems.add("REWARDS", fault, f"Leave it out, give a function of your own `by_action = True`, {remedy}")

@@ -117,6 +117,8 @@ def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Se
         yield "LOSS_TYPE=vespo weights whole completions"
     if settings.IS_CORRECTION.startswith("sequence") and not settings.DIRECT_ANSWERS:
         yield f"IS_CORRECTION={settings.IS_CORRECTION} weights whole completions"
+    if settings.IMPORTANCE_SAMPLING_LEVEL == "sequence":
+        yield "IMPORTANCE_SAMPLING_LEVEL=sequence weights whole completions"
     if settings.TOP_P < 1:
         yield "TOP_P below 1 samples from other probabilities than the learner's"
 

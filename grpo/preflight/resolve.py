@@ -130,8 +130,9 @@ def resolve_steps(settings: Settings, sources: Mapping[str, str], rows: int, pro
         problems.add("NUM_TRAIN_EPOCHS", fault, "Unset one of the two")
         return total, "TOTAL_STEPS"
     # Rounded first: 1.1 x 70 is 77.00000000000001 in floating point.
-    steps = max(1, math.ceil(round(rows * epochs / prompts, 6)))
-    return steps, f"NUM_TRAIN_EPOCHS={epochs:g} x {rows} rows / {prompts} prompts a step, rounded up"
+    steps = max(1, math.ceil(round(rows * epochs * settings.NUM_ITERATIONS / prompts, 6)))
+    times = f" x NUM_ITERATIONS={settings.NUM_ITERATIONS}" if settings.NUM_ITERATIONS > 1 else ""
+    return steps, f"NUM_TRAIN_EPOCHS={epochs:g} x {rows} rows{times} / {prompts} prompts a step, rounded up"
 
 
 def resolve_experts(settings: Settings, shapes: Shapes) -> tuple[str, str]:

@@ -141,10 +141,12 @@ UNKNOWN = f"time left not known before step {LEAST}"
 
 class Pace:
     """The times of a run of `total` steps, from the rows of its metrics.csv, evaluated every `eval_steps` steps (0:
-    only before and after)."""
+    only before and after). Of `steps_per_rollout` steps in a row, one generates."""
 
-    def __init__(self, total: int, eval_steps: int, rows: Iterable[Mapping[str, Cell]] = ()):
-        self.total, self.eval_steps = total, eval_steps
+    def __init__(
+        self, total: int, eval_steps: int, rows: Iterable[Mapping[str, Cell]] = (), steps_per_rollout: int = 1
+    ):
+        self.total, self.eval_steps, self.steps_per_rollout = total, eval_steps, steps_per_rollout
         self.step_s: list[float] = []
         self.eval_s: list[float] = []
         for row in rows:
@@ -159,13 +161,16 @@ class Pace:
 
     def seconds_left(self, step: int) -> float:
         """Seconds from the end of `step` to the end of the last evaluation. Each step counts as the median of the last
-        RECENT, each evaluation as the last one did (0 before the first). NaN before LEAST steps."""
-        if len(self.step_s) < LEAST:
+        RECENT, each evaluation as the last one did (0 before the first). NaN before LEAST steps. Where steps share a
+        rollout, means over as many steps take the place of a step's time."""
+        shared = self.steps_per_rollout
+        means = [sum(self.step_s[n : n + shared]) / shared for n in range(len(self.step_s) - shared + 1)]
+        if len(self.step_s) < LEAST or not means:
             return math.nan
         evaluations = 1  # One comes after training.
         if self.eval_steps:
             evaluations += (self.total - 1) // self.eval_steps - step // self.eval_steps
-        return (self.total - step) * median(self.step_s[-RECENT:]) + evaluations * sum(self.eval_s[-1:])
+        return (self.total - step) * median(means[-RECENT:]) + evaluations * sum(self.eval_s[-1:])
 
     def time_left(self, step: int) -> str:
         """`about 1 h 40 min left`; empty where it is not known."""
@@ -181,7 +186,8 @@ class RunLog:
     stop parsing or rewards stop teaching. A resumed run goes on with the history in metrics.csv.
 
     functions: the reward functions' names; prompts: whether completions.csv holds the prompts; direct: whether one
-    token of each completion is chosen (DIRECT_ANSWERS), so that nothing is said about their form and length."""
+    token of each completion is chosen (DIRECT_ANSWERS), so that nothing is said about their form and length;
+    steps_per_rollout: steps that share their completions."""
 
     def __init__(
         self,
@@ -191,6 +197,7 @@ class RunLog:
         functions: Sequence[str] = (),
         prompts: bool = False,
         direct: bool = False,
+        steps_per_rollout: int = 1,
     ):
         self.direct = direct
         self.function_columns = [function_column(name) for name in functions]
@@ -202,7 +209,7 @@ class RunLog:
         self.rates: dict[str, float | None] = {}  # Column -> figure of the last completions.
         with metrics.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-        self.pace = Pace(total_steps, eval_steps, rows)
+        self.pace = Pace(total_steps, eval_steps, rows, steps_per_rollout)
         self.history = {name: [float(row[name] or "nan") for row in rows] for name in WATCHED}
         self.warned_at: dict[str, int] = {}
 

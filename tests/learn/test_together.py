@@ -15,7 +15,7 @@ from trainers import make, plain_float32, seed_weights, step_of
 from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
-from grpo.learn.together import RESUME_FILES, adapter_of, adopt_rank0_state, flat_adapter, sync_stop_signal
+from grpo.learn.together import RESUME_FILES, ROLLOUT, adapter_of, adopt_rank0_state, flat_adapter, sync_stop_signal
 from grpo.run.logs import METRICS
 from grpo.settings import FIELDS
 
@@ -158,11 +158,12 @@ def test_any_ranks_signal_stops_all():
     assert in_ranks(2, lambda ranks: sync_stop_signal(ranks, 0, model, 3)) == [0] * 2
 
 
-def test_every_rank_gets_rank_0s_adapter_and_checkpoint(tmp_path):
+@pytest.mark.parametrize("more", [[], [ROLLOUT]])
+def test_every_rank_gets_rank_0s_adapter_and_checkpoint(tmp_path, more):
     """They get the files that a run continues from, and no other file of rank 0's folder, whatever its name is."""
     folder = tmp_path / "checkpoint-2"
     folder.mkdir()
-    files = {name: name.encode() * 999 for name in RESUME_FILES}
+    files = {name: name.encode() * 999 for name in [*RESUME_FILES, *more]}
     for name, data in (files | {"manifest.json": b"{}", "README.md": b"x"}).items():
         (folder / name).write_bytes(data)
 

@@ -25,6 +25,8 @@ def trainer(tiny, tmp_path_factory):
 
 CASES = {
     "off-policy, KL": ({"old": True, "beta": 0.1}, []),
+    "off-policy by sequence, KL": ({"old": True, "beta": 0.1}, []),
+    "by sequence, KL, engine": ({"sampled": True, "beta": 0.1}, [2]),
     "engine": ({"sampled": True}, []),
     "two masked": ({"sampled": True}, [2, 3]),
     "all masked": ({"sampled": True}, [0, 1, 2, 3]),
@@ -38,6 +40,7 @@ def test_any_cut_agrees_with_plain_trl(trainer, loss_type, case):
     engine's log-probs, and with completions that MASK_TRUNCATED leaves without any token."""
     options, masked = CASES[case]
     trainer.loss_type, trainer.beta = loss_type, options.get("beta", 0.0)
+    trainer.importance_sampling_level = "sequence" if "sequence" in case and loss_type != "vespo" else "token"
     inputs = batch(trainer, **options)
     inputs["completion_mask"][masked] = 0
     expected_loss, expected = loss_and_gradients(trainer, inputs, plain=True)

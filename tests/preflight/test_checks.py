@@ -24,6 +24,8 @@ HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 USER_HEADER = ["user", *HEADER[1:]]
 TWO_GPUS = dataclasses.replace(H100, gpus=2)
 CONFLICTS = [
+    ({"GENERATION_BATCH": 7, "STEPS_PER_GENERATION": 2}, CPU, ["STEPS_PER_GENERATION x ", "2 x 12 x 8 = 192"]),
+    ({"LOSS_TYPE": "vespo", "IMPORTANCE_SAMPLING_LEVEL": "sequence"}, CPU, ["IMPORTANCE_SAMPLING_LEVEL: vespo"]),
     ({"GENERATION_BATCH": 5}, CPU, ["GENERATION_BATCH: 5 does not divide", "12 x 8 = 96", "nearest that does is 4"]),
     ({"ATTN_IMPL": "torch_flahs"}, H100, ["'torch_flahs' is unknown; the nearest is torch_flash", "flash_attention_3"]),
     ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),

@@ -20,6 +20,7 @@ VALUED = dataclasses.replace(BARE, file="new.csv", q=(-1.0, -1.0))
 NO_EXPECTED_REWARD = [
     ({"EXPECTED_REWARD": False}, True, ["regret"], "set by EXPECTED_REWARD"),
     ({}, True, [], "no function of REWARDS"),
+    ({"IMPORTANCE_SAMPLING_LEVEL": "sequence"}, True, ["regret"], "IMPORTANCE_SAMPLING_LEVEL=sequence weights"),
     ({"EXPECTED_REWARD": True}, False, ["regret"], "bare.csv has no reward_action_k"),
     ({"INVALID_REWARD": math.nan}, True, ["regret"], "INVALID_REWARD=nan"),
     ({"LOSS_TYPE": "vespo"}, True, ["regret"], "vespo"),

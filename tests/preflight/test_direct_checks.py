@@ -33,6 +33,8 @@ def direct_run(tmp_path):
 REFUSED = [
     ({"EXPECTED_REWARD": 0}, "EXPECTED_REWARD: DIRECT_ANSWERS samples nothing"),
     ({"REWARDS": "regret,format=0.1,gsm8k"}, "REWARDS: format, gsm8k may depend on more than row and action"),
+    ({"STEPS_PER_GENERATION": 2}, "STEPS_PER_GENERATION: DIRECT_ANSWERS samples nothing that several steps"),
+    ({"NUM_ITERATIONS": 2}, "NUM_ITERATIONS: DIRECT_ANSWERS samples nothing that several steps"),
     ({"TOP_P": 0.9}, "DIRECT_ANSWERS: it learns from the rewards of all actions, and TOP_P"),
     ({"LOSS_TYPE": "vespo"}, "DIRECT_ANSWERS: it learns from the rewards of all actions, and LOSS_TYPE=vespo"),
     ({"INVALID_REWARD": "nan"}, "DIRECT_ANSWERS: it learns from the rewards of all actions, and INVALID_REWARD=nan"),

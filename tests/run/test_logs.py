@@ -87,6 +87,11 @@ def test_seconds_left_after_step_3(rows, total, eval_steps, seconds):
     assert Pace(total, eval_steps, rows).seconds_left(LEAST) == pytest.approx(seconds, nan_ok=True)
 
 
+def test_seconds_left_where_one_step_of_four_generates():
+    assert Pace(40, 0, times(*[7, 1, 1, 1] * 4), 4).seconds_left(16) == pytest.approx(24 * 2.5)
+    assert math.isnan(Pace(40, 0, times(7, 1, 1), 4).seconds_left(3))
+
+
 @pytest.mark.parametrize(
     ("step_s", "words"),
     [(60.0, "about 1 h 40 min left"), (0.1, "about 10 s left"), (6.0, "about 10 min left")],
