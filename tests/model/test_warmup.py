@@ -137,7 +137,7 @@ def test_the_warm_up_learns_format_text_and_readings(model, rows):
 
 def test_answers_are_taught_to_follow_the_plan_that_is_shown(model, chain_rows, monkeypatch):
     """From a model whose log-probs of the four actions at the answer are 0, -1, -2 and -3, and 0 everywhere else."""
-    logp, shown, name = torch.zeros(len(chain_rows.answer), SHAPE.vocab), [], chain_rows.name
+    logp, shown, name = torch.zeros(len(chain_rows.answer), SHAPE.vocab), [], chain_rows.write_actions
     logp[chain_rows.choices[1], chain_rows.actions[1]] = -torch.arange(4.0)
     monkeypatch.setattr(
         "grpo.model.warmup.log_probs", lambda model, hidden: logp[: hidden.shape[1]].expand(len(hidden), -1, -1)
@@ -147,7 +147,7 @@ def test_answers_are_taught_to_follow_the_plan_that_is_shown(model, chain_rows, 
         shown.append(named)
         name(ids, lengths, choice, named)
 
-    monkeypatch.setattr(chain_rows, "name", watched)
+    monkeypatch.setattr(chain_rows, "write_actions", watched)
     training = WarmUp(model, chain_rows, dataclasses.replace(RECIPE, follow=0.7), 0)
     loss, readings = training.losses(torch.arange(40))
     plans = shown[0].float()
