@@ -143,11 +143,12 @@ def check_direct(
 def check_top_p(settings: Settings, use_vllm: bool, problems: Problems) -> None:
     """vLLM's log-probs are comparable with the learner's: with TOP_P below 1 they are renormalized over the nucleus,
     and every importance ratio would carry its probability (https://github.com/huggingface/trl/issues/6789)."""
-    if settings.TOP_P < 1 and use_vllm and settings.IS_CORRECTION != "none":
+    shares = settings.steps_per_rollout > 1
+    if settings.TOP_P < 1 and use_vllm and (shares or settings.IS_CORRECTION != "none"):
         fault = (
             "vLLM's log-probs are then those within the nucleus, the learner's are not: all importance ratios are wrong"
         )
-        problems.add("TOP_P", fault, "Set TOP_P=1, or IS_CORRECTION=none")
+        problems.add("TOP_P", fault, "Set TOP_P=1" if shares else "Set TOP_P=1, or IS_CORRECTION=none")
 
 
 def check_memory(settings: Settings, shapes: Shapes, problems: Problems) -> None:

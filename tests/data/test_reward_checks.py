@@ -111,7 +111,7 @@ def test_rows_that_teach_nothing():
     """Every action pays the same: a problem where all rows are like that, as long as nothing else is rewarded."""
     flat = dataclasses.replace(ROW, rewards=(0.5, 0.5))
     for text in ("action=2,best", "regret"):
-        assert "every row pays all its actions the same" in only(problems_of(flat, flat, REWARDS=text))
+        assert "every row gives all its actions the same reward" in only(problems_of(flat, flat, REWARDS=text))
         assert not problems_of(flat, flat, ROW, REWARDS=text)
     assert not problems_of(flat, REWARDS="action,format")
 

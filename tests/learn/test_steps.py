@@ -8,7 +8,7 @@ import contextlib
 import pytest
 from trainers import make, plain_float32, plain_trl, seed_weights, step_of
 
-from grpo.learn.together import flat_adapter
+from grpo.learn.distributed import flat_adapter
 from grpo.learn.trainer import Trainer
 from grpo.settings import FIELDS
 
@@ -28,7 +28,8 @@ def trained(tiny, folder, loss_type, correction, plain, **changes):
     folder.mkdir()
     trainer = plain_float32(make(
         tiny, folder, LOSS_TYPE=loss_type, PROMPTS_PER_STEP=PROMPTS, NUM_GENERATIONS=GROUP, BETA=0.1,
-        TOTAL_STEPS=7 if changes else STEPS, LEARNING_RATE=1e-3, TEMPERATURE=0.8, MASK_TRUNCATED=True, IS_CORRECTION=correction, IS_CLIP_MAX=1.2,
+        TOTAL_STEPS=7 if changes else STEPS, LEARNING_RATE=1e-3,
+        TEMPERATURE=0.8, MASK_TRUNCATED=True, IS_CORRECTION=correction, IS_CLIP_MAX=1.2,
         GRADIENT_CHECKPOINTING=False, **changes,
     ))  # fmt: skip
     seed_weights(trainer.model)
