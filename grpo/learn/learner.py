@@ -269,7 +269,7 @@ class Learner(GRPOTrainer):
         logps = input_ids.new_zeros(batch["completion_ids"].shape, dtype=torch.float32)
         base = self.base_model_of(model)
         for rows, packed in self.micro_batches(batch):
-            with self.accelerator.autocast():
+            with evaluating(base), self.accelerator.autocast():  # The policy that sampled had no LORA_DROPOUT.
                 states = hidden_states(base, packed, self.run.attention)
                 token_logps, _ = self.compute_logps(base, states, packed.targets)
             logps[rows] = padded_like(batch["completion_mask"][rows], packed, token_logps)

@@ -80,6 +80,8 @@ def test_importance_ratios_need_the_log_probs_of_all_tokens():
         problems = Problems()
         checks.check_top_p(Settings(TOP_P=0.9, IS_CORRECTION=correction), vllm, problems)
         assert len(problems) == refused and all("IS_CORRECTION=none" in problem for problem in problems)
+    checks.check_top_p(Settings(TOP_P=0.9, IS_CORRECTION="none", NUM_ITERATIONS=2), True, problems := Problems())
+    assert only(problems).endswith("Set TOP_P=1")
 
 
 def test_expected_rewards_are_on_by_themselves_and_refused_where_they_cannot_be(tiny_run):
