@@ -47,7 +47,7 @@ from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
 from grpo.run.durable import scratch_folder
-from grpo.run.ending import StopRequest, answer_failure, end_quietly, fail, ignore_signals, record_end
+from grpo.run.ending import StopRequest, end_quietly, fail, handle_failure, ignore_signals, record_end
 from grpo.run.folder import continuation, mark_complete, prepare_run
 from grpo.run.layout import lock_output_dir
 from grpo.run.logs import start_logging
@@ -146,8 +146,8 @@ def launch(resolved: ResolvedRun) -> int:
     except RankLost:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        archive = None if ranks.rank else write_archive
-        return answer_failure(error, state.folder, s, resolved.plan.micro_batch, archive)
+        archive = None if ranks.rank else write_report_and_zip
+        return handle_failure(error, state.folder, s, resolved.plan.micro_batch, archive)
 
 
 def train(resolved: ResolvedRun) -> int:
@@ -234,7 +234,7 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> int:
             progress.after(trainer)
             trainer.write_model_card(folder)  # Rewritten here so that it includes the final figures.
         stop.at_once = False
-    archive, steps = write_archive(folder), trainer.state.global_step
+    archive, steps = write_report_and_zip(folder), trainer.state.global_step
     if stop.signal:
         again = continuation(folder, vars(trainer.run.settings))
         log.warning("interrupted at step %d; %s. So far: %s", steps, again, archive)
@@ -244,7 +244,7 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> int:
     return 0
 
 
-def write_archive(folder: Path) -> Path:
+def write_report_and_zip(folder: Path) -> Path:
     """Write the run's report, then the zip that holds it with the rest; returns the zip's path. A report that fails
     must not fail the run."""
     with Phase("writing the report and the zip") as phase:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 # fmt: off
 # Our setting -> its names elsewhere. Meaning and unit are the same, so the value can be copied.
-SAME = {
+SYNONYMS = {
     "MODEL_ID": "MODEL MODEL_NAME MODEL_NAME_OR_PATH BASE_MODEL",
     "ATTN_IMPL": "ATTENTION ATTN_IMPLEMENTATION",
     "LORA_R": "LORA_RANK",
@@ -49,7 +49,7 @@ SAME = {
 }
 
 # Advice, where a value cannot simply be copied -> the other tools' names for it. {} stands for the value.
-INSTEAD = {
+ADVICE = {
     "set PROMPTS_PER_STEP, the prompts of a whole step (TRL's per_device_train_batch_size x "
     "gradient_accumulation_steps x GPUs / num_generations); micro-batches plan themselves":
         "BATCH_SIZE TRAIN_BATCH_SIZE PER_DEVICE_TRAIN_BATCH_SIZE GRADIENT_ACCUMULATION_STEPS STEPS_PER_GENERATION "
@@ -98,15 +98,15 @@ UNSUPPORTED = {
 ANSWERS = {
     name: answer
     for answer, names in [
-        *((f"set {setting}={{}}", names) for setting, names in SAME.items()),
-        *INSTEAD.items(),
+        *((f"set {setting}={{}}", names) for setting, names in SYNONYMS.items()),
+        *ADVICE.items(),
         *((f"leave it out: {reason}", names) for reason, names in UNSUPPORTED.items()),
     ]
     for name in names.split()
 }
 
 # Words that any program may export: as variables they are worth a warning, not an error.
-COMMON = (
+COMMON_WORDS = (
     "MODEL DATASET DATASETS SYSTEM REWARD REWARD_MODEL STEPS MAX_TOKENS MAX_LENGTH RANDOM_SEED RANDOM_STATE "
     "ATTENTION OVERRIDE OUT OUTPUT OUTDIR OUT_DIR DO_EVAL OPTIM OPTIMIZER DELTA FSDP DEEPSPEED"
 )

@@ -41,7 +41,7 @@ class Phase:
         Phase.active.append(self)
         if self.outermost:
             if not self.first_s:
-                write(f"{self.label} ...")
+                write_line(f"{self.label} ...")
             threading.Thread(target=self.watch, daemon=True).start()
         return self
 
@@ -51,7 +51,7 @@ class Phase:
         del Phase.active[Phase.active.index(self) if self in Phase.active else len(Phase.active) :]
         if self.outermost and not self.first_s:
             result = self.result or ("stopped" if kind else "done")
-            write(f"{self.label}: {result} ({self.seconds:.1f} s)")
+            write_line(f"{self.label}: {result} ({self.seconds:.1f} s)")
 
     @property
     def seconds(self) -> float:
@@ -68,11 +68,11 @@ class Phase:
         wait_s = self.first_s or LINE_S
         while not self.finished.wait(wait_s):
             parts = [part for phase in list(Phase.active) for part in (phase.label, phase.count) if part]
-            write(f"{', '.join(parts)}, {self.seconds:.0f} s")
+            write_line(f"{', '.join(parts)}, {self.seconds:.0f} s")
             wait_s = LINE_S
 
 
-def write(line: str) -> None:
+def write_line(line: str) -> None:
     """Writes a line into training.log and onto the screen; before there is a log, onto the screen alone."""
     if log.isEnabledFor(logging.INFO):
         log.info("%s", line)

@@ -17,7 +17,7 @@ from operator import gt, le, lt
 from pathlib import Path
 from typing import Any
 
-from grpo.other_names import ANSWERS, COMMON
+from grpo.other_names import ANSWERS, COMMON_WORDS
 from grpo.settings_table import FIELDS, TASKS, Settings, Value
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +58,7 @@ def show(value: Value) -> str:
     return f"{value:g}" if isinstance(value, (float, bool)) else str(value)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest_hint(word: str, known: Iterable[str]) -> str:
     """The end of a sentence that names the word which was probably meant, or nothing."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; the nearest is {near[0]}" if near else ""
@@ -95,7 +95,7 @@ def format_exception(error: BaseException) -> str:
     return one_line(": ".join(filter(None, (type(error).__name__, str(error)))), 300)
 
 
-def choices(name: str) -> tuple[str, ...]:
+def accepted_words(name: str) -> tuple[str, ...]:
     """The words that setting `name` takes, `auto` first where it takes that; empty where it has no list of words."""
     words = FIELDS[name].metadata.get("choices", ())
     return ("auto", *words) if words and str(FIELDS[name].type).endswith("| None") else words
@@ -113,9 +113,9 @@ def parse_value(name: str, text: str) -> Value:
         if text.lower() not in TRUE + FALSE:
             raise ValueError("expected auto, 1 or 0" if optional else "expected 1 or 0")
         return text.lower() in TRUE
-    if known := choices(name):
+    if known := accepted_words(name):
         if text.lower() not in known:
-            raise ValueError(f"expected one of {', '.join(known)}{nearest(text.lower(), known)}")
+            raise ValueError(f"expected one of {', '.join(known)}{nearest_hint(text.lower(), known)}")
         return text.lower()
     if spec.get("date"):
         return date.fromisoformat(text).isoformat()
@@ -184,7 +184,7 @@ def unknown_variables(environ: Mapping[str, str]) -> tuple[Problems, list[str]]:
         value = environ[variable].strip().encode("utf-8", "backslashreplace").decode()
         if answer := ANSWERS.get(name):
             fix = one_line(answer.replace("{}", shlex.quote(value)), 300)
-            if name in COMMON.split():
+            if name in COMMON_WORDS.split():
                 warnings.append(f"{variable} is set but is not a setting: {fix}; or {ignore}")
             else:
                 problems.add(variable, "no such setting", f"{fix[0].upper()}{fix[1:]}; or {ignore}")
@@ -216,7 +216,7 @@ def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str],
     return Settings(**values), sources, problems
 
 
-def assignment(text: str) -> tuple[str, str]:
+def parse_assignment(text: str) -> tuple[str, str]:
     """(name, value) of NAME=VALUE, as an option of a command. Raises argparse.ArgumentTypeError."""
     name, sign, value = text.partition("=")
     if not sign or not name.isupper():
@@ -224,7 +224,7 @@ def assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def number(low: float, high: float, kind: type[float] = float) -> Callable[[str], float]:
+def in_range(low: float, high: float, kind: type[float] = float) -> Callable[[str], float]:
     """An argparse type: a finite number from low to high."""
 
     def parse(text: str) -> float:
@@ -239,12 +239,12 @@ def number(low: float, high: float, kind: type[float] = float) -> Callable[[str]
     return parse
 
 
-def settings_table() -> Iterator[tuple[str, str, str, str, str, str]]:
+def setting_rows() -> Iterator[tuple[str, str, str, str, str, str]]:
     """(group, name, default, default for tiny or '', unit and limits, sentence) of every setting, in order."""
     for name, spec in FIELDS.items():
         meta = spec.metadata
         signs = {"low": ">=", "above": ">", "high": "<="}
-        limits = [f"one of {', '.join(choices(name))}"] if choices(name) else []
+        limits = [f"one of {', '.join(accepted_words(name))}"] if accepted_words(name) else []
         limits += [f"{sign} {show(meta[key])}" for key, sign in signs.items() if key in meta]
         flags = {"bool": "0 or 1", "bool | None": "auto, 0 or 1"}
         unit = "; ".join(filter(None, [flags.get(str(spec.type), meta["unit"]), *limits]))
@@ -257,7 +257,7 @@ def wrap(line: str, indent: int) -> str:
     return textwrap.fill(line, 100, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def fold(about: str | None) -> str:
+def reflow(about: str | None) -> str:
     """A script's docstring for `--help`: paragraphs are filled anew, what is indented stays as it is."""
     parts = (about or "").strip("\n").split("\n\n")
     return "\n\n".join(part if part.startswith(" ") else wrap(" ".join(part.split()), 0) for part in parts)
@@ -265,8 +265,8 @@ def fold(about: str | None) -> str:
 
 def help_text(about: str) -> str:
     """The text of `--help`: what the program is `about`, and every setting, grouped."""
-    lines = [fold(about), ""]
-    for group, settings in itertools.groupby(settings_table(), lambda row: row[0]):
+    lines = [reflow(about), ""]
+    for group, settings in itertools.groupby(setting_rows(), lambda row: row[0]):
         lines += ["", f"{group}:"]
         for _, name, default, tiny, unit, text in settings:
             line = f"  {name}={default}"

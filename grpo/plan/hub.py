@@ -113,7 +113,7 @@ def missing_shards(folder: Path) -> list[str]:
     return sorted(name for name in shards if not (folder / name).is_file())
 
 
-def refusal(model_id: str, error: BaseException) -> tuple[str, str]:
+def download_problem(model_id: str, error: BaseException) -> tuple[str, str]:
     """(problem, remedy) for an exception while files of a Hub model were downloaded, one line each."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -134,7 +134,7 @@ def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
         return Path(snapshot_download(model_id, allow_patterns=MODEL_FILES))
     except Exception as error:  # Offline, no such repository, or no access.
         if getattr(error, "name", "") != "huggingface_hub":  # `check_packages` names that package where it is missing.
-            problems.add("MODEL_ID", *refusal(model_id, error))
+            problems.add("MODEL_ID", *download_problem(model_id, error))
         return None
 
 
@@ -148,7 +148,7 @@ def fetch_weights(model_id: str, files: ModelFiles) -> str | None:
         try:
             snapshot_download(model_id, revision=files.folder.name, allow_patterns=names)
         except Exception as error:  # Many things can end a long download.
-            problems.add("MODEL_ID", *refusal(model_id, error))
+            problems.add("MODEL_ID", *download_problem(model_id, error))
     return problems[0] if problems else None
 
 

@@ -88,7 +88,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class PlanInputs:
     """Everything that the plan of a run depends on besides its settings."""
 
     config: ModelConfig
@@ -218,15 +218,15 @@ def attention_elements(config: ModelConfig) -> int:
     return int((config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"])
 
 
-def learning_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
+def learning_gib(settings: Settings, inputs: PlanInputs, rows: int) -> float:
     """GiB that forward and backward pass of a micro-batch of `rows` completions need beside the weights."""
-    config, prompt_len = shapes.config, shapes.prompt_len
+    config, prompt_len = inputs.config, inputs.prompt_len
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
-    tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, shapes.share_prompts))
+    tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, inputs.share_prompts))
     longest = prompt_len + settings.MAX_COMPLETION_LEN
-    if shapes.share_prompts:
+    if inputs.share_prompts:
         longest = bucket(prompt_len + min(rows, settings.NUM_GENERATIONS) * settings.MAX_COMPLETION_LEN)
-    scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if shapes.attention == "eager" else 0
+    scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if inputs.attention == "eager" else 0
     # Bytes of a token in one layer's backward pass: its experts' two products with their gradients; queries, keys,
     # values; norms in float32. The head's peak is at another time: states, their gradient, one tile of logits.
     per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * attention_elements(config) + 16 * hidden
@@ -246,11 +246,11 @@ def learning_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
     return (kept + max(tokens * per_token + scores, head)) / GIB + 0.1
 
 
-def generation_gib(settings: Settings, shapes: Shapes, completions: int) -> float:
+def generation_gib(settings: Settings, inputs: PlanInputs, completions: int) -> float:
     """GiB beside the weights with which one process generates its part of `completions` in transformers: the key-value
     cache, which a GPU allocates in full from the start, and the larger of prefill and a decoding step."""
-    config, prompt_len, gpu = shapes.config, shapes.prompt_len, shapes.machine.gpus
-    rows = -(-completions // shapes.machine.ranks)
+    config, prompt_len, gpu = inputs.config, inputs.prompt_len, inputs.machine.gpus
+    rows = -(-completions // inputs.machine.ranks)
     layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
     length = prompt_len + settings.MAX_COMPLETION_LEN
     window = min(length, config.get("sliding_window") or length)
@@ -263,21 +263,21 @@ def generation_gib(settings: Settings, shapes: Shapes, completions: int) -> floa
     return (cache + max(prefill, step)) / GIB
 
 
-def gains_speed(settings: Settings, shapes: Shapes, rows: int) -> bool:
+def gains_speed(settings: Settings, inputs: PlanInputs, rows: int) -> bool:
     """Whether a micro-batch of `rows` completions is still faster than a smaller one: beyond that, matrix products are
     large enough and fixed costs are spread over enough tokens."""
-    if (shapes.prompt_len + settings.MAX_COMPLETION_LEN) * shapes.config["hidden_size"] < 100_000:
+    if (inputs.prompt_len + settings.MAX_COMPLETION_LEN) * inputs.config["hidden_size"] < 100_000:
         return rows <= 64
-    return micro_batch_tokens(settings, rows, shapes.prompt_len, shapes.share_prompts) <= MICRO_BATCH_TOKENS
+    return micro_batch_tokens(settings, rows, inputs.prompt_len, inputs.share_prompts) <= MICRO_BATCH_TOKENS
 
 
-def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
+def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
     """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`.
 
     The estimate adds up BF16 weights, a float32 adapter with gradients and two AdamW moments, and the larger of rollout
     and learning. EXPERTS=mxfp4 stores experts in 4.25 bits, with one layer dequantized at a time. With `shared`, the
     engine holds experts, embeddings and head, also asleep; with `paged` they leave the GPU while it is awake."""
-    config, machine, layers = shapes.config, shapes.machine, shapes.config["num_hidden_layers"]
+    config, machine, layers = inputs.config, inputs.machine, inputs.config["num_hidden_layers"]
     counts = count_parameters(config)
     weights, tables = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
     packed = expert_elements(config) * layers * 4.25 / 8 / GIB
@@ -287,14 +287,14 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
     adapter = adapter_parameters(config, settings.LORA_R, matrices) * 16 / GIB
     nccl = NCCL_GIB if machine.gpus and machine.ranks > 1 else 0.0
     engine, paged, lent = None, 0.0, 0.0
-    if shapes.beside_vllm and settings.USE_VLLM is not False:
+    if inputs.beside_vllm and settings.USE_VLLM is not False:
         if settings.EXPERTS == "shared":
             weights -= packed + tables
             lent = packed * SWIZZLED + tables
         if settings.EXPERTS == "paged":
             paged = packed + tables
         trainer = weights - paged + adapter + nccl
-        engine = plan_engine(settings, config, machine, shapes.prompt_len, trainer)
+        engine = plan_engine(settings, config, machine, inputs.prompt_len, trainer)
         engine = dataclasses.replace(engine, asleep=engine.asleep + lent, lent=lent)
 
     free = machine.gpu_free if machine.gpus else machine.ram_share
@@ -305,26 +305,26 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
     own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # Completions of a process.
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
-        useful = [n for n in divisors(own) if gains_speed(settings, shapes, n)] or [1]
-        micro = max((n for n in useful if learning_gib(settings, shapes, n) <= room), default=1)
-        fit = f"whose {learning_gib(settings, shapes, micro):.1f} GiB fit beside the weights in {where}"
+        useful = [n for n in divisors(own) if gains_speed(settings, inputs, n)] or [1]
+        micro = max((n for n in useful if learning_gib(settings, inputs, n) <= room), default=1)
+        fit = f"whose {learning_gib(settings, inputs, micro):.1f} GiB fit beside the weights in {where}"
         micro_reason = f"largest divisor of {own} up to {useful[-1]} {fit}"
     micro = min(micro, own)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if settings.DIRECT_ANSWERS:
         chunk, chunk_reason = micro, "nothing is generated: the learner's micro-batches choose one token a prompt"
     elif chunk is None:
-        chunk = max((n for n in divisors(total) if generation_gib(settings, shapes, n) <= room), default=1)
-        fit = f"whose cache and prefill ({generation_gib(settings, shapes, chunk):.1f} GiB) fit in {where}"
+        chunk = max((n for n in divisors(total) if generation_gib(settings, inputs, n) <= room), default=1)
+        fit = f"whose cache and prefill ({generation_gib(settings, inputs, chunk):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
     # Choosing a token (DIRECT_ANSWERS) is a part of what learning takes.
-    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, shapes, chunk)
-    learning = learning_gib(settings, shapes, micro)
+    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, inputs, chunk)
+    learning = learning_gib(settings, inputs, micro)
     # If there is room, all of the engine's weights stay on the GPU, so that sleeping and waking copy nothing.
     if engine and lent and learning <= room - engine.on_host:
         engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
     batches = micro, micro_reason, chunk, chunk_reason
-    return Plan(weights, adapter, generation, learning, *batches, engine, shapes.prompt_len, paged, nccl)
+    return Plan(weights, adapter, generation, learning, *batches, engine, inputs.prompt_len, paged, nccl)
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:
@@ -355,24 +355,24 @@ def without_vllm(settings: Settings) -> Changes:
     return {"EXPERTS": "mxfp4", "USE_VLLM": False} if settings.EXPERTS in BESIDE_VLLM else {"USE_VLLM": False}
 
 
-def assignments(changes: Changes) -> str:
+def format_changes(changes: Changes) -> str:
     """The changes as text in the form in which a user sets them."""
     return " and ".join(f"{name}={show(value)}" for name, value in changes.items())
 
 
-def memory_advice(settings: Settings, shapes: Shapes) -> str:
+def memory_advice(settings: Settings, inputs: PlanInputs) -> str:
     """Advice for a run that does not fit the GPU: every single change that makes it fit, or else all of them."""
     trials: list[Changes] = [{"VLLM_GPU_MEM": None}, {"GRADIENT_CHECKPOINTING": True}]
     trials += [{"GENERATION_BATCH": None}, {"MICRO_BATCH": None}]
-    if packed := [kind for kind in shapes.expert_kinds(settings) if kind != "bf16"]:
-        fitting = [kind for kind in packed if shapes.fits(settings, {"EXPERTS": kind})]
+    if packed := [kind for kind in inputs.expert_kinds(settings) if kind != "bf16"]:
+        fitting = [kind for kind in packed if inputs.fits(settings, {"EXPERTS": kind})]
         trials.append({"EXPERTS": fitting[0] if fitting else "mxfp4"})
     trials.append(without_vllm(settings))
     trials = [trial for trial in trials if any(value != getattr(settings, name) for name, value in trial.items())]
     together = {name: value for trial in trials for name, value in trial.items()}
     beside_vllm = {name: value for trial in trials[:-1] for name, value in trial.items()}
     for candidates in (trials, [beside_vllm], [together]):
-        if remedies := [assignments(trial) for trial in candidates if shapes.fits(settings, trial)]:
+        if remedies := [format_changes(trial) for trial in candidates if inputs.fits(settings, trial)]:
             return f"With all else as set, {' or '.join(remedies)} fits"
     return "Free some memory (nvidia-smi names its users), lower MAX_COMPLETION_LEN, or rent a larger GPU"
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from grpo.plan.hub import ModelConfig
-from grpo.settings import Problems, nearest, split_commas
+from grpo.settings import Problems, nearest_hint, split_commas
 
 # The modules that PEFT's `all-linear` adapts in a gpt-oss. Its router and experts are raw parameters, not modules.
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -92,7 +92,7 @@ def matrix_of(tensor: str) -> Matrix | None:
     return int(match[1]), {module: name for name, module in MODULES.items()}[match[2]]
 
 
-def checkpoint_name(tensor: str) -> str:
+def checkpoint_weight(tensor: str) -> str:
     """The name of the checkpoint's weight that an adapter's tensor changes."""
     layer, name = matrix_of(tensor) or (0, tensor)
     return f"model.layers.{layer}." + (f"mlp.experts.{name}" if name in STEMS else f"self_attn.{name}.weight")
@@ -128,7 +128,7 @@ def check_targets(targets: str, config: ModelConfig | None, problems: Problems) 
     for word in split_commas(targets):
         matrices = word_matrices(word, layers)
         if matrices is None:
-            near = nearest(word, ("all-linear", *LINEAR_MODULES, "experts"))
+            near = nearest_hint(word, ("all-linear", *LINEAR_MODULES, "experts"))
             problems.add("LORA_TARGETS", f"{word!r} is nothing in gpt-oss that takes an adapter{near}", fix)
         elif not matrices:
             problems.add(

@@ -17,7 +17,7 @@ from grpo.run.folder import ADAPTER, RunState
 from grpo.settings import Problems, Settings, show
 
 CONFIG = "adapter_config.json"
-WHICH = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"
+NAME_AN_ADAPTER = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"
 
 
 def lora_options(s: Settings) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def missing_files(folder: Path) -> list[str]:
     return [name for name in (CONFIG, ADAPTER) if not (folder / name).is_file()]
 
 
-def on_experts(folder: Path) -> bool:
+def is_on_experts(folder: Path) -> bool:
     """Whether the adapter in `folder` is on experts, alone or among others."""
     return bool(read_json(folder / CONFIG).get("target_parameters"))
 
@@ -86,7 +86,7 @@ def read_start_adapter(
     if not settings.INIT_ADAPTER:
         return StartAdapter()
     if missing := missing_files(folder):
-        problems.add(where, f"{' and '.join(missing)} not found there", WHICH)
+        problems.add(where, f"{' and '.join(missing)} not found there", NAME_AN_ADAPTER)
     if missing or model is None:  # Without a model there is a problem already.
         return StartAdapter()
     try:
@@ -95,7 +95,7 @@ def read_start_adapter(
         own = read_adapter(folder, model)
         digest = file_sha256(folder / ADAPTER)
     except (ImportError, OSError, ValueError) as error:
-        problems.add(where, str(error), WHICH)
+        problems.add(where, str(error), NAME_AN_ADAPTER)
         return StartAdapter()
     layers = model["num_hidden_layers"]
     for name, value in own.items():
@@ -109,7 +109,7 @@ def read_start_adapter(
     return StartAdapter(own, digest)
 
 
-def check_start(settings: Settings, run: RunState, digest: str | None, problems: Problems) -> None:
+def check_start_adapter(settings: Settings, run: RunState, digest: str | None, problems: Problems) -> None:
     """A resumed run began with these very weights: its name may hold others by now."""
     if digest and run.choices and run.choices.get("init_adapter") != digest:
         fault = f"the run in {run.folder} began with other weights than those that are there now"

@@ -23,12 +23,12 @@ def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
         # MODEL_ID=tiny brings defaults of its own, and each automatic choice has a line with its reason below.
         if every_setting or (source not in ("default", "tiny", "chosen") and value != spec.default):
             lines.append(f"  {name:<22} {show(value):<28} {spec.metadata['unit']:<12} {source}")
-    lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in facts(resolved))]
+    lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in run_lines(resolved))]
     warnings = [*resolved.warnings, *data_warnings(resolved), *resolved.run.notes]
     return "\n".join([*lines, *map(banner_text, warnings)])
 
 
-def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
+def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     """(title, text) of each line about the run itself."""
     s, machine, rows, reasons = resolved.settings, resolved.machine, resolved.rows, resolved.reasons
     gpu = f"{machine.gpu}, {machine.gpu_free:.1f} of {machine.gpu_total:.1f} GiB free" if machine.gpus else "no GPU"
@@ -46,7 +46,7 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
         yield "processes", processes_text(resolved)
     yield "length", f"{length}: {reasons['total_steps']}"
     run = resolved.run
-    yield from reward_facts(resolved)
+    yield from reward_lines(resolved)
     if s.INIT_ADAPTER:
         shape = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
         yield "adapter", f"starts from {s.INIT_ADAPTER}: {shape}; KL and `before` mean the base model without it"
@@ -60,14 +60,14 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     if resolved.use_vllm:
         yield "weight sync", f"{s.ROLLOUT_SYNC}: {reasons['rollout_sync']}"
     yield "experts", f"{s.EXPERTS}: {reasons['experts']}"
-    yield from evaluation_facts(resolved)
+    yield from evaluation_lines(resolved)
     yield "clip range", f"{s.EPSILON:g} below, {resolved.epsilon_high:g} above: {reasons['epsilon_high']}"
     if resolved.plan:
-        yield from memory_facts(resolved.plan, machine, s.DIRECT_ANSWERS)
+        yield from memory_lines(resolved.plan, machine, s.DIRECT_ANSWERS)
     yield "OUTPUT_DIR", f"{run.folder}: {output_dir_text(resolved)}"
 
 
-def reward_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
+def reward_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     """(title, text) of each line about the reward functions."""
     is_unusable = any(problem.startswith("REWARDS") for problem in resolved.problems)
     specs = [] if is_unusable else resolved.reward_specs
@@ -88,7 +88,7 @@ def output_dir_text(resolved: ResolvedRun) -> str:
     return f"continues from step {run.step}" if run.checkpoint else "starts at step 0"
 
 
-def evaluation_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
+def evaluation_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     """(title, text) of each line about what is measured; nothing about a simulator in a run that is not about it."""
     s, reasons = resolved.settings, resolved.reasons
     if resolved.closed_loop.is_mentioned:
@@ -111,7 +111,7 @@ def processes_text(resolved: ResolvedRun) -> str:
     return f"{machine.ranks}{machines}, each with {own}: {shares} of {prompts} prompts"
 
 
-def memory_facts(plan: Plan, machine: Machine, direct: bool = False) -> Iterator[tuple[str, str]]:
+def memory_lines(plan: Plan, machine: Machine, direct: bool = False) -> Iterator[tuple[str, str]]:
     """(title, text) of each line about memory and batch sizes, of one process. `direct`: nothing is generated."""
     yield "MICRO_BATCH", f"{plan.micro_batch}: {plan.micro_batch_reason}"
     if engine := plan.engine:

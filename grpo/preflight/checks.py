@@ -19,16 +19,16 @@ from grpo.data.scoring import is_by_action
 from grpo.plan import hub, memory
 from grpo.plan.hub import ModelConfig, ModelFiles
 from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
-from grpo.plan.memory import Shapes, assignments, host_shortfall, memory_shortfall, plan_memory
+from grpo.plan.memory import PlanInputs, format_changes, host_shortfall, memory_shortfall, plan_memory
 from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.preflight import choices
-from grpo.preflight.adapter import check_start
+from grpo.preflight.adapter import check_start_adapter
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, expected_reward_obstacles
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
 from grpo.run.folder import inspect_run
 from grpo.run.layout import existing_parent
 from grpo.run.ranks import Ranks
-from grpo.settings import Problems, Settings, load_settings, nearest, show, unknown_variables
+from grpo.settings import Problems, Settings, load_settings, nearest_hint, show, unknown_variables
 from grpo.settings_table import TASK_FILES
 from grpo.tasks.figure_text import part
 
@@ -39,7 +39,7 @@ def check_attention(settings: Settings, machine: Machine, problems: Problems) ->
     capability = machine.capability if machine.gpus else 0  # Also 0 where it is unknown.
     if name not in known and "/" not in name:
         fix = f"Use one of {', '.join(known)}, or a Hub kernel"
-        problems.add("ATTN_IMPL", f"{name!r} is unknown{nearest(name, known)}", fix)
+        problems.add("ATTN_IMPL", f"{name!r} is unknown{nearest_hint(name, known)}", fix)
     elif name not in ("auto", "eager") and not machine.gpus:
         problems.add("ATTN_IMPL", f"{name} needs a GPU and none is visible", "Set ATTN_IMPL=eager (or auto)")
     if 0 < capability < 8:
@@ -142,10 +142,10 @@ def check_top_p(settings: Settings, use_vllm: bool, problems: Problems) -> None:
         problems.add("TOP_P", fault, "Set TOP_P=1, or IS_CORRECTION=none")
 
 
-def check_memory(settings: Settings, shapes: Shapes, problems: Problems) -> None:
+def check_memory(settings: Settings, inputs: PlanInputs, problems: Problems) -> None:
     """The model has as many positions, and the machine as much memory, as the run takes."""
-    plan, machine = plan_memory(settings, shapes), shapes.machine
-    engine, positions = plan.engine, shapes.config["max_position_embeddings"]
+    plan, machine = plan_memory(settings, inputs), inputs.machine
+    engine, positions = plan.engine, inputs.config["max_position_embeddings"]
     room = positions - plan.prompt_len
     if room < settings.MAX_COMPLETION_LEN:
         fault = f"{settings.MAX_COMPLETION_LEN} are more than the model's {positions} positions"
@@ -156,7 +156,7 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems) -> None
         if shortfall := memory_shortfall(plan, machine):
             name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
             fault = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
-            problems.add(name, fault, memory.memory_advice(settings, shapes))
+            problems.add(name, fault, memory.memory_advice(settings, inputs))
     elif plan.weights > 4:
         fault = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", fault, "Run it where there is a GPU (docs/learner.md: Experts), or try MODEL_ID=tiny")
@@ -165,9 +165,9 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems) -> None
         fault = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
         problems.add("memory", fault, f"Lower MICRO_BATCH or MAX_COMPLETION_LEN{fewer}")
     if shortfall := host_shortfall(plan, machine):
-        trials: list[memory.Changes] = [{"EXPERTS": kind} for kind in shapes.expert_kinds(settings)]
-        fitting = (trial for trial in [*trials, memory.without_vllm(settings)] if shapes.fits(settings, trial))
-        other = next((f", or set {assignments(trial)}" for trial in fitting), "")
+        trials: list[memory.Changes] = [{"EXPERTS": kind} for kind in inputs.expert_kinds(settings)]
+        fitting = (trial for trial in [*trials, memory.without_vllm(settings)] if inputs.fits(settings, trial))
+        other = next((f", or set {format_changes(trial)}" for trial in fitting), "")
         problems.add("memory", shortfall, f"Free some, or take a machine with more{fewer}{other}")
 
 
@@ -191,7 +191,7 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
             problems.add(f"{name}={path}", fault, f"Free space, or point {name} to a larger disk")
 
 
-def continue_run(resolved: ResolvedRun, problems: Problems) -> ResolvedRun:
+def keep_generation_batch(resolved: ResolvedRun, problems: Problems) -> ResolvedRun:
     """The resolved run as it goes on from what OUTPUT_DIR holds, with the GENERATION_BATCH that `auto` chose at its
     start: another one would sample differently. A problem where it generated otherwise."""
     run, settings = resolved.run, resolved.settings
@@ -222,10 +222,10 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     run = resolved.run if ranks.rank else inspect_run(resolved.settings, resolved.rows, problems)
     step, recorded = ranks.broadcast((run.step, run.choices))
     resolved = dataclasses.replace(resolved, run=dataclasses.replace(run, step=step, choices=recorded))
-    resolved = continue_run(resolved, problems)
-    check_start(resolved.settings, resolved.run, resolved.adapter.digest, problems)
-    if resolved.files and resolved.shapes and resolved.plan:
-        check_memory(resolved.settings, resolved.shapes, problems)
+    resolved = keep_generation_batch(resolved, problems)
+    check_start_adapter(resolved.settings, resolved.run, resolved.adapter.digest, problems)
+    if resolved.files and resolved.inputs and resolved.plan:
+        check_memory(resolved.settings, resolved.inputs, problems)
         check_disk(resolved.settings, resolved.files, resolved.plan.adapter, problems)
     _, warnings = unknown_variables(environ)
     warnings += filter(None, [garbage_warning])
@@ -233,24 +233,24 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     # one where another has `flash` in its name (https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3).
     if "/" in (name := resolved.attention):
         warnings.append(f"ATTN_IMPL={name}: its gradients may be wrong (attention sinks). Use ATTN_IMPL=torch_flash")
-    return dataclasses.replace(resolved, problems=problems_of_ranks(resolved, problems), warnings=tuple(warnings))
+    return dataclasses.replace(resolved, problems=merge_rank_problems(resolved, problems), warnings=tuple(warnings))
 
 
-def problems_of_ranks(resolved: ResolvedRun, problems: Problems) -> Problems:
+def merge_rank_problems(resolved: ResolvedRun, problems: Problems) -> Problems:
     """Each problem of any rank once, the same on every rank: that of some ranks names these. Without problems, the
     first setting or other input that differs between ranks."""
     ranks, facts = resolved.ranks, {name: show(value) for name, value in vars(resolved.settings).items()}
     facts |= {"GPUs": str(resolved.machine.gpus), "vLLM": "used" if resolved.use_vllm else "not used"}
     facts |= {"rows of DATA and EVAL_DATA": data_fingerprint([*resolved.rows, *resolved.eval_rows])[:8]}
-    texts, inputs = zip(*ranks.share((problems, facts)), strict=True)
+    texts, rank_inputs = zip(*ranks.share((problems, facts)), strict=True)
     merged = Problems()
     for text in dict.fromkeys(text for rank_texts in texts for text in rank_texts):
         affected = [str(rank) for rank, rank_texts in enumerate(texts) if text in rank_texts]
         merged.append(text if len(affected) == ranks.size else f"{text} (rank {', '.join(affected)})")
-    for name, own in inputs[0].items() if not merged else ():
-        if rank := next((rank for rank in range(ranks.size) if inputs[rank][name] != own), 0):
+    for name, own in rank_inputs[0].items() if not merged else ():
+        if rank := next((rank for rank in range(ranks.size) if rank_inputs[rank][name] != own), 0):
             fix = "Every process needs one GPU, and every machine the same settings, files and packages"
-            merged.add(name, f"{own} on rank 0 and {inputs[rank][name]} on rank {rank}", fix)
+            merged.add(name, f"{own} on rank 0 and {rank_inputs[rank][name]} on rank {rank}", fix)
             break  # The other differences may follow from this one.
     return merged
 

@@ -43,7 +43,7 @@ def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[st
 NOTHING_GENERATED = "DIRECT_ANSWERS chooses one token from a forward pass"
 
 
-def choose_rollouts(
+def choose_use_vllm(
     requested: bool | None, gpus: int, tiny: bool, vllm: str | None, direct: bool = False
 ) -> tuple[bool, str]:
     """(whether vLLM generates, reason). `direct`: DIRECT_ANSWERS."""
@@ -144,7 +144,7 @@ def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Setting
     return demo, {**sources, **dict.fromkeys(chosen, "chosen")}
 
 
-def choose_evaluation(
+def choose_exact(
     settings: Settings, engine: bool, parameters: int, why_sampled: str = "", opened: bool = False, actions: bool = True
 ) -> tuple[bool, str]:
     """(whether evaluations are exact, reason): by the probabilities of all answers instead of samples.
@@ -176,8 +176,8 @@ def choose_evaluation(
     return True, f"all answers by their probability: {parameters / 1e6:.2g}M parameters, transformers generates"
 
 
-def choose_loop_evaluation(settings: Settings, exact: bool, reason: str, parameters: int) -> tuple[bool, str]:
-    """(whether the simulator is exact, reason), by `choose_evaluation`: of a large model that answers directly the
+def choose_exact_loop(settings: Settings, exact: bool, reason: str, parameters: int) -> tuple[bool, str]:
+    """(whether the simulator is exact, reason), by `choose_exact`: of a large model that answers directly the
     held-out rows are, while a simulator reaches hundreds of states in every hour."""
     if not exact or parameters <= MOST_EXACT:
         return exact, reason
@@ -185,7 +185,7 @@ def choose_loop_evaluation(settings: Settings, exact: bool, reason: str, paramet
     return False, f"{sampled}: all states that can be reached take too long for {parameters / 1e6:,.0f}M parameters"
 
 
-def choose_best(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
+def choose_best_by(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
     """(the figure by which the best adapter is kept, as BEST_BY names it, reason); the figure is empty where nothing is
     measured. `heldout` is the number of held-out rows, `closed_loop` whether the task's simulator runs."""
     if not settings.EVAL_SAMPLES:

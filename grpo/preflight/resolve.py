@@ -16,7 +16,7 @@ from grpo.data.scoring import is_by_action, reward_specs
 from grpo.plan import hub
 from grpo.plan.hub import ModelConfig, ModelFiles
 from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, installed_versions, read_machine
-from grpo.plan.memory import Plan, Shapes, plan_memory
+from grpo.plan.memory import Plan, PlanInputs, plan_memory
 from grpo.plan.targets import expert_words
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
@@ -27,7 +27,7 @@ from grpo.settings import Problems, Settings
 from grpo.tasks.simulator import SimulationPlan, load_simulator
 
 # What a run with DIRECT_ANSWERS has, whatever was set: each prompt once, one token behind it, no vLLM.
-UNUSED = {"NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1, "USE_VLLM": False}
+DIRECT_SETTINGS = {"NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1, "USE_VLLM": False}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ResolvedRun(Facts):
     """Everything that is known about a run before anything heavy is imported: what was read, and every choice.
 
     `settings` are complete: with EXPERTS, ROLLOUT_SYNC and TOTAL_STEPS as they were chosen, the LoRA's as INIT_ADAPTER
-    has them, and what has no use with DIRECT_ANSWERS as UNUSED has it. So they are recorded, and compared
+    has them, and what has no use with DIRECT_ANSWERS as DIRECT_SETTINGS has it. So they are recorded, and compared
     when a run continues. `reasons` says why each value is what it is, by the name of its field here or of its setting
     in lower case.
     """
@@ -101,7 +101,7 @@ class ResolvedRun(Facts):
     attention: str
     packing: str
     use_vllm: bool
-    shapes: Shapes | None  # None without a model, as `plan`.
+    inputs: PlanInputs | None  # None without a model, as `plan`.
     plan: Plan | None
     closed_loop: SimulationPlan
     exact: bool  # Held-out rows are evaluated by the probabilities of all answers, instead of samples.
@@ -134,14 +134,14 @@ def resolve_steps(settings: Settings, sources: Mapping[str, str], rows: int, pro
     return steps, f"NUM_TRAIN_EPOCHS={epochs:g} x {rows} rows / {prompts} prompts a step, rounded up"
 
 
-def resolve_experts(settings: Settings, shapes: Shapes) -> tuple[str, str]:
+def resolve_experts(settings: Settings, inputs: PlanInputs) -> tuple[str, str]:
     """(EXPERTS, reason) of a run with these settings."""
     if settings.EXPERTS is not None:
         return settings.EXPERTS, "set by EXPERTS"
-    kinds = shapes.expert_kinds(settings)
+    kinds = inputs.expert_kinds(settings)
     if len(kinds) == 1:
         return kinds[0], "the checkpoint's are not quantized"
-    fitting = (kind for kind in kinds if not shapes.machine.gpus or shapes.fits(settings, {"EXPERTS": kind}))
+    fitting = (kind for kind in kinds if not inputs.machine.gpus or inputs.fits(settings, {"EXPERTS": kind}))
     chosen = next(fitting, kinds[-1])
     return chosen, choices.EXPERTS_REASONS[chosen]
 
@@ -153,7 +153,7 @@ def resolve_sources(settings: Settings, facts: Facts) -> dict[str, str]:
     if settings.NUM_TRAIN_EPOCHS is not None and sources["TOTAL_STEPS"] != "environment":
         sources["TOTAL_STEPS"] = "chosen"
     sources |= {name: "chosen" for name in ("EXPERTS", "ROLLOUT_SYNC") if getattr(settings, name) is None}
-    return sources | (dict.fromkeys(UNUSED, "chosen") if settings.DIRECT_ANSWERS else {})
+    return sources | (dict.fromkeys(DIRECT_SETTINGS, "chosen") if settings.DIRECT_ANSWERS else {})
 
 
 def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun:
@@ -163,23 +163,24 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     reasons = {"heldout": facts.heldout_reason}
     is_tiny, vllm = settings.MODEL_ID == "tiny", facts.versions["vllm"]
     direct = settings.DIRECT_ANSWERS
-    use_vllm, reasons["use_vllm"] = choices.choose_rollouts(settings.USE_VLLM, machine.gpus, is_tiny, vllm, direct)
+    use_vllm, reasons["use_vllm"] = choices.choose_use_vllm(settings.USE_VLLM, machine.gpus, is_tiny, vllm, direct)
     settings = dataclasses.replace(settings, **facts.adapter.settings)
     on_experts = bool(expert_words(settings.LORA_TARGETS))
     sync, reasons["rollout_sync"] = choices.choose_sync(settings.ROLLOUT_SYNC, on_experts)
     steps, reasons["total_steps"] = resolve_steps(settings, facts.sources, len(rows), problems)
     sources = resolve_sources(settings, facts)
     if direct:
-        settings = dataclasses.replace(settings, **UNUSED)  # type: ignore[arg-type]
+        settings = dataclasses.replace(settings, **DIRECT_SETTINGS)  # type: ignore[arg-type]
     settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync)
 
     attention, reasons["attention"] = choices.choose_attention(settings.ATTN_IMPL, machine.gpus)
     packing, reasons["packing"] = choices.choose_packing(settings.PACKING, attention, machine.gpus)
-    shapes, experts, reasons["experts"] = None, settings.EXPERTS or "bf16", "there is no model"
+    inputs, experts, reasons["experts"] = None, settings.EXPERTS or "bf16", "there is no model"
     if facts.files:
         prompt_len = facts.longest_prompt or settings.MAX_PROMPT_LEN
-        shapes = Shapes(facts.files.config, machine, prompt_len, attention, packing, use_vllm and bool(machine.gpus))
-        experts, reasons["experts"] = resolve_experts(settings, shapes)
+        beside_vllm = use_vllm and bool(machine.gpus)
+        inputs = PlanInputs(facts.files.config, machine, prompt_len, attention, packing, beside_vllm)
+        experts, reasons["experts"] = resolve_experts(settings, inputs)
     settings = dataclasses.replace(settings, EXPERTS=experts, TOTAL_STEPS=steps)
 
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)
@@ -200,11 +201,11 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         closed_loop = simulator.plan(settings, eval_rows, template, use_vllm, own_profile, problems)
     reasons["closed_loop"] = closed_loop.reason
     opened = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
-    exact, reasons["exact"] = choices.choose_evaluation(
+    exact, reasons["exact"] = choices.choose_exact(
         settings, use_vllm, parameters, closed_loop.why_sampled, opened, all(row.rewards for row in eval_rows)
     )
-    exact_loop, reasons["exact_loop"] = choices.choose_loop_evaluation(settings, exact, reasons["exact"], parameters)
-    best_by, reasons["best_by"] = choices.choose_best(settings, len(eval_rows), closed_loop.runs)
+    exact_loop, reasons["exact_loop"] = choices.choose_exact_loop(settings, exact, reasons["exact"], parameters)
+    best_by, reasons["best_by"] = choices.choose_best_by(settings, len(eval_rows), closed_loop.runs)
     return ResolvedRun(
         **vars(facts) | {"sources": sources},
         settings=settings,
@@ -217,8 +218,8 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         attention=attention,
         packing=packing,
         use_vllm=use_vllm,
-        shapes=shapes,
-        plan=plan_memory(settings, shapes) if shapes else None,
+        inputs=inputs,
+        plan=plan_memory(settings, inputs) if inputs else None,
         closed_loop=closed_loop,
         exact=exact,
         exact_loop=exact_loop,

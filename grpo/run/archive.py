@@ -17,7 +17,7 @@ from grpo.settings import ROOT, Settings
 TINY = "data/tiny"  # The tiny model's folder in the project.
 
 
-def base_name(s: Settings) -> tuple[str, bool]:
+def base_model_name(s: Settings) -> tuple[str, bool]:
     """What a card calls the base model, and whether that is local: then the name is its folder's, not its path on this
     machine; `tiny` is named by its folder in the project."""
     if s.MODEL_ID == "tiny":
@@ -46,7 +46,7 @@ def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer
     `functions`: its reward functions, empty for one that scripts/sft.py trained; `note`: the card's first paragraph;
     `tokenizer`: its folder, from the card's folder.
     """
-    base, local = base_name(s)
+    base, local = base_model_name(s)
     base_model = "" if local else f"\nbase_model: {base}"
     path = " and with the path of the base model's folder" if local else ""
     if base == TINY:
@@ -84,7 +84,7 @@ To load it, from the folder of this file{path}:
 
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl")  # Loading a pickle, such as an optimizer state, runs the code in it.
-PATHS_IN = ("training.log", "adapter_config.json", "report.html")  # These files name paths of the machine.
+FILES_WITH_PATHS = ("training.log", "adapter_config.json", "report.html")  # These files name paths of the machine.
 
 
 def without_paths(folder: Path, text: str) -> str:
@@ -108,7 +108,7 @@ def write_zip(folder: Path) -> Path:
                 continue
             # A zip's names are UTF-8; those of this file system may be any bytes.
             name = os.fsencode(path.relative_to(folder.parent)).decode("utf-8", "backslashreplace")
-            if path.name not in PATHS_IN:
+            if path.name not in FILES_WITH_PATHS:
                 archive.write(path, name)
                 continue
             text = without_paths(folder, path.read_text(encoding="utf-8", errors="surrogateescape"))

@@ -20,7 +20,7 @@ for task in filter(lambda task: "best_by" in task, TASK_FILES.values()):
     WORDS[task["best_by"]] = figure["words"]
 
 
-def better(by: str, value: float, than: float) -> bool:
+def is_better(by: str, value: float, than: float) -> bool:
     """Whether a value of the figure that `by` names is better: a higher reward, or less of a simulator's figure."""
     return value > than if by == "reward" else value < than
 
@@ -76,10 +76,10 @@ def keep_best(
         record = {"by": by, "figure": name, "base": dict(base), "measured": measured, "evaluated": []}
     steps = {row["step"]: row for row in record["evaluated"]} | {values["step"]: dict(values)}
     record["evaluated"] = [steps[step] for step in sorted(steps)]
-    if "step" not in record or better(by, values[name], record["value"]):
+    if "step" not in record or is_better(by, values[name], record["value"]):
         record |= {"step": values["step"], "value": values[name], "base_value": base[name]}
-        record["better_than_base"] = better(by, values[name], base[name])
-        record["in_words"] = in_words(record)
+        record["better_than_base"] = is_better(by, values[name], base[name])
+        record["in_words"] = describe_best(record)
         replace_best(folder, lambda new: save(new, record), record)
     else:
         write_sealed(folder / BEST / "best.json", record)
@@ -118,7 +118,7 @@ def recover_best(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def in_words(record: Record) -> str:
+def describe_best(record: Record) -> str:
     """A clause that says from which step best/ comes, and whether it beats the base model."""
     value, base_value = (WORDS[record["by"]].format(record[name]) for name in ("value", "base_value"))
     step = f"step {record['step']} is the best of the evaluated ones, with a {value}"
@@ -127,7 +127,7 @@ def in_words(record: Record) -> str:
     return f"{step}, but NOT BETTER than the base model without any adapter ({base_value})"
 
 
-def which_to_load(record: Record, last: int) -> str:
+def loading_advice(record: Record, last: int) -> str:
     """A paragraph of the run's model card, at step `last`, on which of the two adapters to load."""
     if not record:
         return "**Nothing was measured** on held-out rows: whether this adapter beats the base model is not known.\n"

@@ -129,7 +129,7 @@ def scratch_folder(parent: Path) -> Path:
     return folder
 
 
-def require_regular(path: Path) -> int:
+def regular_file_size(path: Path) -> int:
     """The size of a file in bytes. Raises ValueError with its name where reading it might never end, as of a pipe, and
     OSError where it is not there."""
     status = path.stat()
@@ -164,7 +164,7 @@ def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
     says."""
     failure: OSError | ValueError
     try:
-        if require_regular(path) > LARGEST:
+        if regular_file_size(path) > LARGEST:
             raise ValueError(f"it is larger than {LARGEST / 2**20:.0f} MiB")
         record = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(record, dict):
@@ -218,7 +218,7 @@ def is_intact(path: Path) -> bool:
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a file. Raises OSError where it cannot be read, or is not a regular file."""
     try:
-        require_regular(path)
+        regular_file_size(path)
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error)) from None
     with path.open("rb") as file:

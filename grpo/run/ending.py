@@ -24,7 +24,7 @@ from grpo.run.ranks import RankLost, Ranks
 from grpo.settings import Settings, format_exception, log, one_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-AGAIN_S = 10.0
+SAME_REQUEST_S = 10.0
 
 
 def ignore_signals() -> None:
@@ -53,9 +53,9 @@ class StopRequest:
         """Handles a signal; raises KeyboardInterrupt(number) to end the run at once. These are ignored:
         - torchrun's SIGTERM after another process has ended: the run is about to say which one.
         - a second SIGHUP, as shell and kernel both send one when a terminal is lost;
-        - a second SIGTERM within AGAIN_S under a launcher: Slurm and scripts/torchrun.sh signal every process.
+        - a second SIGTERM within SAME_REQUEST_S under a launcher: Slurm and scripts/torchrun.sh signal every process.
         """
-        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + AGAIN_S
+        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + SAME_REQUEST_S
         if self.ranks.is_broken() or (self.ranks.launched and same_request):
             return
         self.received = time.monotonic()
@@ -95,14 +95,14 @@ def fail(problems: Sequence[str]) -> int:
     return 2
 
 
-def answer_failure(
+def handle_failure(
     error: BaseException,
     folder: Path,
     settings: Settings,
     micro_batch: int,
-    write_archive: Callable[[Path], object] | None,
+    write_zip: Callable[[Path], object] | None,
 ) -> int:
-    """Logs why the run in `folder` ended, and what to do next; returns the exit code. `write_archive` writes the run's
+    """Logs why the run in `folder` ended, and what to do next; returns the exit code. `write_zip` writes the run's
     zip; None on ranks other than 0."""
     ignore_signals()  # A signal may have come just before the caller ignored them.
     again, code, is_zipped = continuation(folder, vars(settings)), 1, False
@@ -129,8 +129,8 @@ def answer_failure(
     else:
         log.critical("the run failed", exc_info=error)
         log.critical("when its cause is fixed, %s", again)
-    if write_archive and is_zipped:
-        write_archive(folder)
+    if write_zip and is_zipped:
+        write_zip(folder)
     return code
 
 
@@ -159,7 +159,7 @@ def record_end(ranks: Ranks, folder: Path, settings: Settings, run: Callable[[],
     if ranks.rank:
         log.propagate = False
 
-    def write_loss(lost: RankLost) -> None:
+    def write_lost_rank(lost: RankLost) -> None:
         """Rank 0 writes which rank is gone. Where rank 0 itself is, and wrote nothing, the first other rank does."""
         if ranks.rank:
             if lost.rank or lost.message:
@@ -171,14 +171,14 @@ def record_end(ranks: Ranks, folder: Path, settings: Settings, run: Callable[[],
             log.propagate = True
         write_end(folder, lost.code, f"{lost}; {continuation(folder, vars(settings))}")
 
-    ranks.on_lost = write_loss
+    ranks.on_lost = write_lost_rank
     try:
         code = run()
         if not ranks.rank and code != 2:
             write_end(folder, code, last_message.message)
     except RankLost as lost:
         code = lost.code
-        write_loss(lost)
+        write_lost_rank(lost)
     finally:
         log.removeHandler(last_message)
         ranks.disconnect(code, last_message.message or f"exit code {code}")

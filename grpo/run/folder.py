@@ -16,7 +16,7 @@ from grpo.run import layout
 from grpo.run.best import adapter_fault
 from grpo.run.checkpoints import CUT_OFF, begins_with, checkpoints, find_checkpoint, retire_checkpoint
 from grpo.run.durable import Record, file_sha256, read_sealed, sync_files, write_sealed
-from grpo.run.layout import ADAPTER, BEST, COMPLETE, DELETING, EXIT, LOGS, MANIFEST, NO_RUN, OTHER, SETTINGS
+from grpo.run.layout import ADAPTER, ANOTHER_DIR, BEST, COMPLETE, DELETING, EXIT, LOGS, MANIFEST, NO_RUN, SETTINGS
 from grpo.settings import MAY_CHANGE, Problems, Settings, show
 
 
@@ -53,7 +53,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
     if not folder.exists() or all(path.name in NO_RUN for path in folder.iterdir()):
         archive = layout.zip_path(folder)
         if archive.is_file() and not settings.OVERWRITE:
-            fix = f"Move it away, set OVERWRITE=1 to replace it, or {OTHER}"
+            fix = f"Move it away, set OVERWRITE=1 to replace it, or {ANOTHER_DIR}"
             problems.add(where, f"{archive} of an earlier run is there", fix)
         return RunState(folder)
     deleting = (folder / DELETING).is_file()
@@ -65,17 +65,17 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         if (folder / SETTINGS).exists():
             fault = f"its settings.json is damaged ({error}): nothing else says what the run was started with"
             fix = "Put another copy in its place (the run's zip may have one)"
-        problems.add(where, fault, f"{fix}, or {OTHER}")
+        problems.add(where, fault, f"{fix}, or {ANOTHER_DIR}")
         return RunState(folder)
     if settings.OVERWRITE:
         for name in ("MODEL_ID", "INIT_ADAPTER"):
             path = Path(getattr(settings, name) or "/").expanduser()
             if path.exists() and path.resolve().is_relative_to(folder):
-                problems.add("OVERWRITE", f"it would delete the folder that {name} names", f"Move that, or {OTHER}")
+                problems.add("OVERWRITE", f"it would delete the folder that {name} names", f"Move it, or {ANOTHER_DIR}")
         return RunState(folder, exists=True)
     if deleting:
         fault = "an OVERWRITE=1 that was deleting the run in it did not come to its end"
-        problems.add(where, fault, f"Set OVERWRITE=1 to delete the rest and start again, or {OTHER}")
+        problems.add(where, fault, f"Set OVERWRITE=1 to delete the rest and start again, or {ANOTHER_DIR}")
         return RunState(folder, exists=True)
     step, checkpoint, faults = find_checkpoint(folder)
     fault_list = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
@@ -83,11 +83,11 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         reason = fault_list or "a run's zip has none"
         fix = f"Use it as it is (python scripts/evaluate.py {shlex.quote(str(folder))})"
         fault = f"it holds {adapter}, but no checkpoint that can be continued ({reason})"
-        problems.add(where, fault, f"{fix}, set OVERWRITE=1 to delete it, or {OTHER}")
+        problems.add(where, fault, f"{fix}, set OVERWRITE=1 to delete it, or {ANOTHER_DIR}")
         return RunState(folder, exists=True)
     check_resume(settings, folder, max(step, complete_steps(folder)), before, problems)
     if rows and fingerprint != data_fingerprint(rows):
-        fix = f"Restore DATA, EVAL_DATA and EVAL_SAMPLES to continue it, set OVERWRITE=1, or {OTHER}"
+        fix = f"Restore DATA, EVAL_DATA and EVAL_SAMPLES to continue it, set OVERWRITE=1, or {ANOTHER_DIR}"
         problems.add("DATA", f"the run in {folder} was started on other rows", fix)
     notes = []
     if not problems:
@@ -127,14 +127,14 @@ def check_logs(folder: Path, step: int, checkpoint: Path, where: str, problems: 
         elif not begins_with(path, end):
             fault = f"{name} is no longer what was written until {checkpoint.name}: it was edited or damaged"
             fix = "Put another copy in its place (the run's zip may have one), move it away to go on without its rows"
-            problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {OTHER}")
+            problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {ANOTHER_DIR}")
     return notes
 
 
 def check_resume(settings: Settings, folder: Path, step: int, before: Record, problems: Problems) -> None:
     """Adds problems where the run in `folder`, which has come to `step` with the settings `before`, must not go on with
     these settings. A setting that this version no longer has is ignored."""
-    where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {OTHER}"
+    where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {ANOTHER_DIR}"
     length = "TOTAL_STEPS" if settings.NUM_TRAIN_EPOCHS is None else "NUM_TRAIN_EPOCHS"
     if step > settings.TOTAL_STEPS:
         fault = f"the run in {folder} has {step} steps, more than {settings.TOTAL_STEPS}"

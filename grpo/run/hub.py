@@ -24,7 +24,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
 
 
-def short(text: str) -> str:
+def without_folders(text: str) -> str:
     """A setting's value without the folders of absolute paths: a report may be shown to others."""
     parts = [part.strip() for part in text.split(",")]
     return ", ".join(Path(part).name if part.startswith("/") else part for part in parts)
@@ -34,7 +34,7 @@ def chosen_settings(sources: Mapping[str, str], values: Record) -> str:
     """The settings that somebody chose, as a section of a card."""
     chosen = [name for name, spec in FIELDS.items() if spec.metadata["group"] != "Output"]
     chosen = [name for name in chosen if name in values and sources.get(name, "default") != "default"]
-    rows = table(["Setting", "Value"], [[f"`{name}`", short(show(values[name]))] for name in chosen])
+    rows = table(["Setting", "Value"], [[f"`{name}`", without_folders(show(values[name]))] for name in chosen])
     return f"## Settings\n\nThose that are not train_grpo.py's defaults.\n\n{rows}\n"
 
 

@@ -30,9 +30,9 @@ LOGS = ("metrics.csv", "completions.csv")
 # A folder with nothing but these holds no run: a kill in a run's first write leaves the first one, a new file system
 # has the second one.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
-OTHER = "choose another OUTPUT_DIR"
+ANOTHER_DIR = "choose another OUTPUT_DIR"
 # The names of all files and folders that a run writes. OVERWRITE=1 deletes them.
-OF_A_RUN = re.compile(
+RUN_FILES = re.compile(
     r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-\w+|best)(\.\d+)?|best(\.old|\.tmp)?|adapter\.tmp"
     r"|report|runs|((metrics|completions)\.csv|report\.html|training\.log|README\.md"
     r"|(settings|versions|evaluation|closed_loop|complete|exit|adapter_config)\.json|adapter_model\.safetensors"
@@ -132,7 +132,7 @@ def lock_output_dir(environ: Mapping[str, str]) -> tuple[RunLock | None, str | N
         return None, None
     except OSError as error:
         reason = f"its lock {lock_path(folder)} cannot be taken ({error}). Mend that"
-    return None, f"OUTPUT_DIR={settings.OUTPUT_DIR}: {reason}, or {OTHER}"
+    return None, f"OUTPUT_DIR={settings.OUTPUT_DIR}: {reason}, or {ANOTHER_DIR}"
 
 
 def delete_run(folder: Path) -> None:
@@ -143,7 +143,7 @@ def delete_run(folder: Path) -> None:
         os.replace(folder / SETTINGS, folder / DELETING)
     zip_path(folder).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if OF_A_RUN.fullmatch(path.name):
+        if RUN_FILES.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

@@ -134,9 +134,9 @@ def reward_warning(rewards: Sequence[float], shares: Sequence[float]) -> str | N
     return EQUAL_REWARDS if len(shares) >= 5 and min(shares[-5:]) == 1 else None
 
 
-RECENT = 10  # steps that the pace is taken from
-LEAST = 3  # steps before the pace is known: the first ones also compile and load
-UNKNOWN = f"time left not known before step {LEAST}"
+RECENT_STEPS = 10  # steps that the pace is taken from
+LEAST_STEPS = 3  # steps before the pace is known: the first ones also compile and load
+TIME_UNKNOWN = f"time left not known before step {LEAST_STEPS}"
 
 
 class Pace:
@@ -159,13 +159,13 @@ class Pace:
 
     def seconds_left(self, step: int) -> float:
         """Seconds from the end of `step` to the end of the last evaluation. Each step counts as the median of the last
-        RECENT, each evaluation as the last one did (0 before the first). NaN before LEAST steps."""
-        if len(self.step_s) < LEAST:
+        RECENT_STEPS, each evaluation as the last one did (0 before the first). NaN before LEAST_STEPS steps."""
+        if len(self.step_s) < LEAST_STEPS:
             return math.nan
         evaluations = 1  # One comes after training.
         if self.eval_steps:
             evaluations += (self.total - 1) // self.eval_steps - step // self.eval_steps
-        return (self.total - step) * median(self.step_s[-RECENT:]) + evaluations * sum(self.eval_s[-1:])
+        return (self.total - step) * median(self.step_s[-RECENT_STEPS:]) + evaluations * sum(self.eval_s[-1:])
 
     def time_left(self, step: int) -> str:
         """`about 1 h 40 min left`; empty where it is not known."""
