@@ -23,8 +23,8 @@ Item = TypeVar("Item")
 class Phase:
     """A piece of work, used in a `with`. Count what is finished in `done`; the last line says `result`.
 
-    Phases inside another one only add to its lines: `closed loop, base model, decision 4 of 30, 12 s`. With `first_s`
-    there are no lines at begin and end, and none before so many seconds: for work that is mostly short.
+    Phases inside another one only add to its lines: `closed loop, base model, decision 4 of 30, 12 s`. `first_s` is for
+    work that is mostly short: there are no lines at begin and end, and the first one comes after so many seconds.
     """
 
     active: list[Phase] = []  # the phases that have not ended, outermost first
@@ -47,7 +47,7 @@ class Phase:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.finished.set()
-        # An inner phase that did not end, in a generator that an exception left behind, ends with this one.
+        # An inner phase in a generator that an exception abandoned has not ended yet: it ends with this one.
         del Phase.active[Phase.active.index(self) if self in Phase.active else len(Phase.active) :]
         if self.outermost and not self.first_s:
             result = self.result or ("stopped" if kind else "done")
