@@ -148,7 +148,7 @@ def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run.zip").exists() and "Mean reward at temperature" in done.stdout
-    for words in ("evaluation.json is damaged, and what it held is measured again", "best/: best.json cannot be read"):
+    for words in ("evaluation.json is damaged, so its figures are measured again", "best/: best.json cannot be read"):
         assert words in done.stdout
     assert (folder / "evaluation.json").read_bytes() == (whole_run / "evaluation.json").read_bytes()
     assert (folder / "superseded-best").is_dir() and (folder / COMPLETE).exists()
