@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolves a run once: from the settings and from what was read, to one object whose every value is concrete."""
+"""Resolves a run: turns the settings and the facts about machine, model and rows into one object without any `auto`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from grpo.run.ranks import Ranks
 from grpo.settings import Problems, Settings
 from grpo.tasks.simulator import SimulationPlan, load_simulator
 
-# What a run with DIRECT_ANSWERS has, whatever was set: each prompt once, one token behind it, no vLLM.
+# These replace the settings of a run with DIRECT_ANSWERS: it takes each prompt once, chooses one token, and generates
+# nothing.
 DIRECT_SETTINGS = {"NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1, "USE_VLLM": False}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was read before anything is chosen: machine, packages, model, rows, and the adapter to start from."""
+    """What is read before any choice is made: machine, packages, model, rows, and the adapter to start from."""
 
     sources: Mapping[str, str]  # Where each setting came from.
     machine: Machine
@@ -59,7 +60,7 @@ class Facts:
 def read_facts(
     settings: Settings, sources: Mapping[str, str], machine: Machine | None, ranks: Ranks, problems: Problems
 ) -> Facts:
-    """Read all that a run is resolved from; what is wrong with it is added to `problems`."""
+    """Reads the model's small files, the rows, the start adapter and the machine; adds their problems to `problems`."""
     files = hub.find_model(settings.MODEL_ID, problems)
     split = read_split(settings, problems)
     facts = Facts(
@@ -83,12 +84,11 @@ def read_facts(
 
 @dataclass(frozen=True)
 class ResolvedRun(Facts):
-    """Everything that is known about a run before anything heavy is imported: what was read, and every choice.
+    """Everything that is known about a run before anything heavy is imported: the facts, and every choice.
 
-    `settings` are complete: with EXPERTS, ROLLOUT_SYNC and TOTAL_STEPS as they were chosen, the LoRA's as INIT_ADAPTER
-    has them, and what has no use with DIRECT_ANSWERS as DIRECT_SETTINGS has it. So they are recorded, and compared
-    when a run continues. `reasons` says why each value is what it is, by the name of its field here or of its setting
-    in lower case.
+    `settings` hold the chosen EXPERTS, ROLLOUT_SYNC and TOTAL_STEPS, the shape of INIT_ADAPTER, and DIRECT_SETTINGS
+    with DIRECT_ANSWERS. In this form they are recorded, and compared when a run continues. `reasons` says why each
+    value was chosen, by the name of its field here or of its setting in lower case.
     """
 
     settings: Settings
@@ -101,27 +101,27 @@ class ResolvedRun(Facts):
     attention: str
     packing: str
     use_vllm: bool
-    inputs: PlanInputs | None  # None without a model, as `plan`.
+    inputs: PlanInputs | None  # None without a model; so is `plan`.
     plan: Plan | None
     closed_loop: SimulationPlan
     exact: bool  # Held-out rows are evaluated by the probabilities of all answers, instead of samples.
     exact_loop: bool  # The simulator goes through all states that can be reached, instead of samples of them.
-    best_by: str  # As BEST_BY names it, or empty where nothing is measured.
-    run: RunState  # Of OUTPUT_DIR.
+    best_by: str  # A value of BEST_BY; empty if nothing is measured.
+    run: RunState  # The state of OUTPUT_DIR.
     problems: Problems = dataclasses.field(default_factory=Problems)
     warnings: tuple[str, ...] = ()
 
     @property
     def looked_up(self) -> tuple[int, ...]:
-        """Places in `reward_specs` of the functions whose reward of every action is looked up; empty without
+        """Indices in `reward_specs` of the functions whose rewards of all actions are read from the row; empty without
         EXPECTED_REWARD."""
         names = [name for name, _ in self.reward_specs if self.expected_reward]
         return tuple(n for n, name in enumerate(names) if is_by_action(name))
 
 
 def resolve_steps(settings: Settings, sources: Mapping[str, str], rows: int, problems: Problems) -> tuple[int, str]:
-    """(steps of the whole run, reason), given the number of training rows. Where NUM_TRAIN_EPOCHS is a problem, the
-    steps are TOTAL_STEPS."""
+    """(steps of the whole run, reason), given the number of training `rows`. If NUM_TRAIN_EPOCHS and
+    TOTAL_STEPS are both set, that is a problem, and TOTAL_STEPS counts."""
     total, epochs, prompts = settings.TOTAL_STEPS, settings.NUM_TRAIN_EPOCHS, settings.PROMPTS_PER_STEP
     if epochs is None or not rows:
         return total, "TOTAL_STEPS"
@@ -147,7 +147,7 @@ def resolve_experts(settings: Settings, inputs: PlanInputs) -> tuple[str, str]:
 
 
 def resolve_sources(settings: Settings, facts: Facts) -> dict[str, str]:
-    """Where each setting of a resolved run comes from."""
+    """The source of each setting of a resolved run, by name."""
     sources = dict(facts.sources)
     sources |= {name: "INIT_ADAPTER" for name in facts.adapter.settings if sources[name] != "environment"}
     if settings.NUM_TRAIN_EPOCHS is not None and sources["TOTAL_STEPS"] != "environment":
@@ -157,8 +157,8 @@ def resolve_sources(settings: Settings, facts: Facts) -> dict[str, str]:
 
 
 def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun:
-    """Make every choice of a run that `auto` leaves open. What is wrong with NUM_TRAIN_EPOCHS and with the profiles of
-    the closed loop, which are read only if that runs, is added to `problems`."""
+    """Makes every choice of a run that `auto` leaves open. Adds problems of NUM_TRAIN_EPOCHS, and of the profiles of
+    the closed loop, which are read only if it runs."""
     machine, rows, eval_rows = facts.machine, facts.rows, facts.eval_rows
     reasons = {"heldout": facts.heldout_reason}
     is_tiny, vllm = settings.MODEL_ID == "tiny", facts.versions["vllm"]
@@ -185,7 +185,7 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
 
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)
     specs: list[tuple[str, float]] = []
-    with contextlib.suppress(ValueError):  # `check_rewards` says what is wrong.
+    with contextlib.suppress(ValueError):  # `check_rewards` adds the problem.
         specs = reward_specs(rewards)
     scale, reasons["scale_rewards"] = choices.choose_scale_rewards(settings.SCALE_REWARDS)
     epsilon_high, reasons["epsilon_high"] = choices.choose_epsilon_high(settings)
@@ -200,9 +200,9 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         template, own_profile = facts.files.template if facts.files else "", sources["EVAL_PROFILE"] == "environment"
         closed_loop = simulator.plan(settings, eval_rows, template, use_vllm, own_profile, problems)
     reasons["closed_loop"] = closed_loop.reason
-    opened = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
+    opens_channel = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
     exact, reasons["exact"] = choices.choose_exact(
-        settings, use_vllm, parameters, closed_loop.why_sampled, opened, all(row.rewards for row in eval_rows)
+        settings, use_vllm, parameters, closed_loop.why_sampled, opens_channel, all(row.rewards for row in eval_rows)
     )
     exact_loop, reasons["exact_loop"] = choices.choose_exact_loop(settings, exact, reasons["exact"], parameters)
     best_by, reasons["best_by"] = choices.choose_best_by(settings, len(eval_rows), closed_loop.runs)

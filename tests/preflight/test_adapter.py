@@ -71,7 +71,7 @@ def flip_a_weight(folder: Path) -> None:
         (change_config(use_rslora=True), None, ["use_rslora"]),
         (change_config(r=4), None, ["no LoRA of rank 4 for this model", "0.self_attn.q_proj.lora_A.weight is [3, "]),
         (lambda folder: None, REAL_CONFIG, ["for this model", "expected [3, 2880]"]),
-        (lambda folder: None, {"num_hidden_layers": 9}, ["q_proj.lora_A.weight is not there in it"]),
+        (lambda folder: None, {"num_hidden_layers": 9}, ["q_proj.lora_A.weight is not there, expected"]),
     ],
     ids=lambda value: "" if callable(value) else str(value)[:40],
 )

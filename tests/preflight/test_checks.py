@@ -87,7 +87,7 @@ def test_expected_rewards_are_on_by_themselves_and_refused_where_they_cannot_be(
     resolved = tiny_run(TOP_P=0.9)
     assert not resolved.problems and not resolved.expected_reward and not resolved.looked_up
     problem = only(tiny_run(TOP_P=0.9, EXPECTED_REWARD=1).problems)
-    assert problem.startswith("EXPECTED_REWARD: it cannot be: TOP_P") and "EXPECTED_REWARD=auto" in problem
+    assert problem.startswith("EXPECTED_REWARD: it cannot be used: TOP_P") and "EXPECTED_REWARD=auto" in problem
 
 
 TIED = REAL_CONFIG | {"tie_word_embeddings": True}

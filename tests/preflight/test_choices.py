@@ -65,7 +65,7 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (evaluation, ({}, 10_000_000), True, "10M parameters"),
     (evaluation, ({}, 10_000_001), False, "too long"),
     (evaluation, ({}, 230_000, "", True), False, "vLLM generates"),
-    (evaluation, ({"TOP_P": 0.9},), False, "do not know TOP_P below 1"),
+    (evaluation, ({"TOP_P": 0.9},), False, "does not support TOP_P below 1"),
     (evaluation, ({"MAX_COMPLETION_LEN": 7},), False, "short MAX_COMPLETION_LEN"),
     (evaluation, ({}, 1, "", False, True), False, "opened channels"),
     (evaluation, ({}, 1, "", False, False, False), False, "no actions"),
