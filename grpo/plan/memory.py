@@ -29,9 +29,7 @@ class EnginePlan:
     max_model_len: int
     max_num_seqs: int
     capture_sizes: tuple[int, ...]
-    lent: float = (
-        0.0  # Weights that stay on the GPU while vLLM sleeps: those that the learner reads, or all if they fit.
-    )
+    lent: float = 0.0  # Weights that stay on the GPU during sleep: those that the learner reads, or all if they fit.
 
     @property
     def on_host(self) -> float:
@@ -309,14 +307,14 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - nccl
     room -= engine.asleep if engine else 0.0
     total = settings.completions_per_step
-    per_rank = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS
+    rank_completions = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
-        useful = [n for n in divisors(per_rank) if gains_speed(settings, inputs, n)] or [1]
+        useful = [n for n in divisors(rank_completions) if gains_speed(settings, inputs, n)] or [1]
         micro = max((n for n in useful if learning_gib(settings, inputs, n) <= room), default=1)
         fit = f"whose {learning_gib(settings, inputs, micro):.1f} GiB fit beside the weights in {where}"
-        micro_reason = f"largest divisor of {per_rank} up to {useful[-1]} {fit}"
-    micro = min(micro, per_rank)
+        micro_reason = f"largest divisor of {rank_completions} up to {useful[-1]} {fit}"
+    micro = min(micro, rank_completions)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if settings.DIRECT_ANSWERS:
         chunk, chunk_reason = micro, "nothing is generated: the learner's micro-batches choose one token a prompt"
@@ -336,7 +334,7 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:
     """Why a plan does not fit into the GPU's free memory, '' if it fits. GPU_SHARE of it may be used; by vLLM's rollout
-    all of it, because `plan_engine` has left a margin."""
+    all of it, because `plan_engine` leaves a margin unless the user sets VLLM_GPU_MEM."""
     free, engine = machine.gpu_free, plan.engine
     if engine and engine.cache < engine.cache_least:
         return f"vLLM would have {engine.cache:.1f} GiB of cache, but one completion may need {engine.cache_least:.1f}"

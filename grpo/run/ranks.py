@@ -80,7 +80,7 @@ class Ranks:
     def __post_init__(self) -> None:
         self.lost: RankLost | None = None  # The first process that was lost.
         self.disconnected = threading.Event()
-        self.rounds_waited = 0  # Seconds since the store last answered.
+        self.rounds_waited = 0  # Rounds of `_guard`, a second each, since the store last answered.
         self.siblings: dict[int, int] = {}  # Rank -> process id, of the others on this machine.
         self.threads: list[threading.Thread] = []  # Empty until `connect` is done.
         self.nccl: ProcessGroup | None = None  # It is made at the first sum of tensors on GPUs.
@@ -283,7 +283,7 @@ class Ranks:
             if not self.lost:
                 self._report(self.rank, code, message)
         self.disconnected.set()
-        for thread in self.threads:  # A thread that used the store while Python ends would abort the process.
+        for thread in self.threads:  # A thread that still used the store when Python ended would abort the process.
             thread.join(2)
         if self.nccl is not None:
             self.nccl.abort()  # Unlike `shutdown`, this waits for nobody.
