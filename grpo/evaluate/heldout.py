@@ -12,7 +12,7 @@ from typing import Any
 import rewards
 from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.heldout import date_of
-from grpo.data.reward_checks import FINAL, GARBAGE, tried_text
+from grpo.data.reward_checks import ANSWER_TURN, GARBAGE, completion_text
 from grpo.data.scoring import Completion, Reward, completion_rates, read_completions, score, total
 from grpo.evaluate.models import EvaluatedModel, TrainedModel
 from grpo.evaluate.tables import table
@@ -104,9 +104,9 @@ class HeldoutEvaluation:
         """What each function gives the answers `[k]` by their `shares` (N, K), as (N, 1, F); the rest of 1 is an answer
         without an action."""
         questions = [
-            (row, tried_text(row.prompt, text))
+            (row, completion_text(row.prompt, text))
             for row in self.rows
-            for text in (GARBAGE[0], *(FINAL.format(f"[{k}]") for k in range(len(row.rewards))))
+            for text in (GARBAGE[0], *(ANSWER_TURN.format(f"[{k}]") for k in range(len(row.rewards))))
         ]
         ids = self.model.tokenizer(text=[text for _, text in questions])["input_ids"]
         scores: Iterator[list[float]] = iter(self.scored([row for row, _ in questions], ids)[1])
