@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.ask import as_csv, ask, serve_commands
 from grpo.run.best import read_best
 from grpo.run.ending import run_script
-from grpo.settings import InputError, number
+from grpo.settings import InputError, in_range
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -34,7 +34,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="?", help="the user's message, or a conversation rendered in Harmony")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message to go with it")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="prompts as in DATA, instead of one")
-    parser.add_argument("--temperature", type=number(0, 10), default=0.0, metavar="T", help="0: greedy (default)")
+    parser.add_argument("--temperature", type=in_range(0, 10), default=0.0, metavar="T", help="0: greedy (default)")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: what the run or the adapter names)")
     parser.add_argument("--base", action="store_true", help="ask the base model, without the adapter")
     parser.add_argument("--serve", action="store_true", help="print how to serve it with vLLM, and start nothing")

@@ -41,7 +41,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_grpo
 from grpo.run.ending import run_script
-from grpo.settings import FIELDS, assignment, fold
+from grpo.settings import FIELDS, parse_assignment, reflow
 
 RUN = "OUTPUT_DIR of the runs; deleted first (default %(default)s)"
 
@@ -51,7 +51,7 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
     command = commands.add_parser(name, help=text)
     command.add_argument("--out", required=True, help="JSON to write")
     command.add_argument("--run", default=f"runs/bench-{name}", help=RUN)
-    settings = {"type": assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
+    settings = {"type": parse_assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
     command.add_argument("--set", help="a setting of the runs", **settings)
     command.add_argument("--child", help=argparse.SUPPRESS)
     if model:
@@ -61,7 +61,7 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     rollout = add_command(commands, "rollout", "a run's time, memory and weights, at any settings", True)
     rollout.add_argument("--free-gib", type=float, help="GiB of the GPU that the run gets (default: all)")

@@ -29,7 +29,7 @@ from grpo.evaluate.by_hand import evaluate_rows, simulate
 from grpo.rollout.engine import EngineError
 from grpo.run.best import read_best
 from grpo.run.ending import run_script
-from grpo.settings import InputError, number
+from grpo.settings import InputError, in_range
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -42,7 +42,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base-too", action="store_true", help="evaluate the base model as well (with RUN)")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: the adapter's run's, or MODEL_ID)")
     text = "answers to each row, or passes of the simulator (default: the run's EVAL_SAMPLES)"
-    parser.add_argument("--samples", type=number(1, 1000, int), metavar="N", help=text)
+    parser.add_argument("--samples", type=in_range(1, 1000, int), metavar="N", help=text)
     text = "(default evaluation-NAME.json in RUN, else in the current folder; NAME: of --data, or closed_loop)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
     text = "without --data: input files of the simulator (default: the run's EVAL_PROFILE, else its task's)"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.settings import InputError, number
+from grpo.settings import InputError, in_range
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.profiles import windows
 
@@ -29,14 +29,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", metavar="DIR", help="where the files are (default data/; required with --profile)")
     prompts, about = ("full", "compact", "both"), "(default both, with --profile full: every hour once)"
     parser.add_argument("--prompt", choices=prompts, help=about)
-    seed = number(0, 2**32 - 1, int)
+    seed = in_range(0, 2**32 - 1, int)
     parser.add_argument("--seed", type=seed, default=dataset.SEED, help="random seed (default %(default)s)")
     group = parser.add_argument_group("with --profile")
     own = [
-        group.add_argument("--explore", type=number(0, 1), metavar="P", help="share of random actions (default 0.25)"),
-        group.add_argument("--trajectories", type=number(1, 1000, int), metavar="N", help="a window (default 1)"),
-        group.add_argument("--short-share", type=number(0, 0.9), metavar="S", help="least share of short hours"),
-        group.add_argument("--vary", type=number(1, 10), metavar="F", help="loads of further walks times 1/F to F"),
+        group.add_argument(
+            "--explore", type=in_range(0, 1), metavar="P", help="share of random actions (default 0.25)"
+        ),
+        group.add_argument("--trajectories", type=in_range(1, 1000, int), metavar="N", help="a window (default 1)"),
+        group.add_argument("--short-share", type=in_range(0, 0.9), metavar="S", help="least share of short hours"),
+        group.add_argument("--vary", type=in_range(1, 10), metavar="F", help="loads of further walks times 1/F to F"),
     ]
     args = parser.parse_args(argv)
     args.own = {action.dest: value for action in own if (value := getattr(args, action.dest)) is not None}

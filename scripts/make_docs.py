@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.logs import COMPLETIONS, METRICS
-from grpo.settings import MAY_CHANGE, ROOT, fold, settings_table
+from grpo.settings import MAY_CHANGE, ROOT, reflow, setting_rows
 
 # The settings to choose for a first real run, besides DATA and OUTPUT_DIR, which stand in the README's commands.
 KEY_SETTINGS = (
@@ -36,7 +36,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def settings_tables() -> str:
     """Every setting by group; a star marks those that may change when a run is resumed."""
     groups: dict[str, list[list[str]]] = {}
-    for group, name, default, tiny, unit, text in settings_table():
+    for group, name, default, tiny, unit, text in setting_rows():
         default = f"`{default}`" + (f"; tiny: `{tiny}`" if tiny else "")
         star = "*" if name in MAY_CHANGE else ""
         groups.setdefault(group, []).append([f"`{name}`{star}", default, unit, text])
@@ -68,7 +68,7 @@ def headline() -> str:
 
 def key_settings() -> str:
     """The README's table of the settings that a first run decides."""
-    rows = [[f"`{row[1]}`", f"`{row[2]}`", row[5]] for row in settings_table() if row[1] in KEY_SETTINGS]
+    rows = [[f"`{row[1]}`", f"`{row[2]}`", row[5]] for row in setting_rows() if row[1] in KEY_SETTINGS]
     return table(["Setting", "Default", "Meaning"], rows)
 
 
@@ -95,7 +95,7 @@ def renewed(page: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     for page in GENERATED:
         (ROOT / page).write_text(renewed(page), encoding="utf-8")

@@ -27,14 +27,14 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.settings import fold
+from grpo.settings import reflow
 
 FIGURES = """at temperature 1: parse rate {parse_rate:.3f}, mean reward {reward:.3f} (greedy {greedy:.3f}, random \
 {random:.3f}, best constant {best_constant:.3f}, oracle {oracle:.3f})"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     tiny = commands.add_parser("tiny", help="a toy model that understands the demo's prompts, 0.3 million parameters")
     full = commands.add_parser("full", help="gpt-oss's shapes with random weights, 12.8 GiB or, 120b, 60.8 GiB")

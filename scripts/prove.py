@@ -33,7 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.ending import run_script
-from grpo.settings import ROOT, assignment
+from grpo.settings import ROOT, parse_assignment
 
 # Fields of a Scale's recipe that an option changes.
 CHANGES = {
@@ -58,7 +58,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, (option, kind, text) in CHANGES.items():
         add(option, type=kind, help=text, dest=name)
     add("--seed", type=int, default=0, help="of weights and warm-up (default %(default)s)")
-    add("--set", type=assignment, action="append", default=[], metavar="NAME=VALUE", help="a setting of train_grpo.py")
+    add(
+        "--set",
+        type=parse_assignment,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of train_grpo.py",
+    )
     add("--results", type=Path, default=ROOT / "docs/results/proof.json", help="JSON to write")
     add("--report-name", default="proof-report.html", help="of the report, beside the JSON")
     add("--force", action="store_true", help="repeat stages that are complete")

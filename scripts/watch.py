@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.run_data import read_json, read_metrics
 from grpo.run.folder import COMPLETE, continuation
 from grpo.run.layout import lock_path
-from grpo.run.logs import RECENT, UNKNOWN, Pace
-from grpo.settings import InputError, fold
+from grpo.run.logs import RECENT_STEPS, TIME_UNKNOWN, Pace
+from grpo.settings import InputError, reflow
 from grpo.tasks.figure_text import number, part
 
 # Lines of training.log with a warning, an error or a critical message (`12:07:54 W train_grpo: ...`), of the box below
@@ -68,7 +68,7 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
         return "waiting for the first step"
     if step >= total:
         return "every step is done: evaluation and saving"
-    return Pace(total, settings.get("EVAL_STEPS", 0), metrics.to_dict("records")).time_left(step) or UNKNOWN
+    return Pace(total, settings.get("EVAL_STEPS", 0), metrics.to_dict("records")).time_left(step) or TIME_UNKNOWN
 
 
 def frame(folder: Path) -> tuple[list[str], bool]:
@@ -79,7 +79,7 @@ def frame(folder: Path) -> tuple[list[str], bool]:
     status, news = status_of(folder, settings, metrics), read_news(folder / "training.log")
     if not len(metrics):
         return [status, *news], status == DONE
-    last, recent = metrics.iloc[-1], metrics["reward"].tail(RECENT)
+    last, recent = metrics.iloc[-1], metrics["reward"].tail(RECENT_STEPS)
     lines = [
         f"step        {last['step']} of {settings.get('TOTAL_STEPS', '?')}, {status}",
         f"reward      {last['reward']:.3f}, mean of the last {len(recent)}: {recent.mean():.3f}",
@@ -93,7 +93,7 @@ def frame(folder: Path) -> tuple[list[str], bool]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="OUTPUT_DIR of a run; it may not be there yet")
     options = parser.parse_args(arguments)
     if options.run_dir.exists() and not options.run_dir.is_dir():

@@ -21,7 +21,7 @@ from grpo.evaluate.models import start_model
 from grpo.plan.hub import ModelFiles, read_json
 from grpo.plan.machine import Machine, read_machine
 from grpo.plan.memory import vllm_rank
-from grpo.preflight.adapter import CONFIG, on_experts
+from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.rollout.engine import vllm_modules
 from grpo.settings import InputError, Problems, Settings
 
@@ -103,7 +103,7 @@ def serve_commands(options: argparse.Namespace) -> str:
     serve = [
         f"vllm serve {shlex.quote(path)}",
         f"--enable-lora --lora-modules {shlex.quote(f'{name}={adapter}')}",
-        f"--max-lora-rank {rank} --lora-target-modules {' '.join(vllm_modules(on_experts(adapter)))}",
+        f"--max-lora-rank {rank} --lora-target-modules {' '.join(vllm_modules(is_on_experts(adapter)))}",
         f"--max-model-len {s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN}",
     ]
     curl = [

@@ -27,7 +27,7 @@ from grpo.model.load import in_compute_dtype, load_generation_config, load_model
 from grpo.plan.hub import ModelFiles, fetch_weights
 from grpo.plan.machine import Machine
 from grpo.plan.memory import plan_engine
-from grpo.preflight.adapter import CONFIG, on_experts
+from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
 from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, close_answers
@@ -165,7 +165,7 @@ class VllmModel(EvaluatedModel):
             settings,
             ROLLOUT_SYNC="lora",
             LORA_R=json.loads((adapter / CONFIG).read_text(encoding="utf-8"))["r"] if adapter else settings.LORA_R,
-            LORA_TARGETS="experts" if adapter and on_experts(adapter) else "all-linear",
+            LORA_TARGETS="experts" if adapter and is_on_experts(adapter) else "all-linear",
             PROMPTS_PER_STEP=min(len(prompts), MOST_AT_ONCE),
             NUM_GENERATIONS=1,
         )

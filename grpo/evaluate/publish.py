@@ -14,8 +14,8 @@ from grpo.evaluate.report import facts, reward_verdict, simulator_section
 from grpo.evaluate.run_data import Run, read_json, read_run
 from grpo.evaluate.tables import HEADER, heldout_rows
 from grpo.plan.hub import MODEL_FILES, WEIGHTS_INDEX
-from grpo.preflight.adapter import CONFIG, on_experts
-from grpo.run.archive import base_name, loading_code
+from grpo.preflight.adapter import CONFIG, is_on_experts
+from grpo.run.archive import base_model_name, loading_code
 from grpo.run.durable import write_text
 from grpo.run.hub import MERGED_CODE, chosen_settings, table
 from grpo.run.layout import ADAPTER, SETTINGS
@@ -71,12 +71,12 @@ def about_training(adapter: Path) -> str:
 def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None = None) -> str:
     """The model card (README.md) of the adapter of a run with settings `s`, or of the model that it was merged into:
     `form` is a key of FORMS, `share` the part of the adapter's update that survived rounding."""
-    base, local = base_name(s)
+    base, local = base_model_name(s)
     run = run_of(adapter) or adapter
     is_grpo = (run / "metrics.csv").is_file()  # scripts/sft.py writes none
     tags = f"grpo, {form or 'lora'}" if is_grpo else form or "lora"
     base_tags = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
-    code = MERGED_CODE if form else loading_code(base, on_experts(adapter))
+    code = MERGED_CODE if form else loading_code(base, is_on_experts(adapter))
     survived = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
     description = FORMS[form].format(base=base)
     return f"""---
@@ -108,7 +108,7 @@ def staged_adapter(s: Settings, adapter: Path, base: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copyfile(adapter / ADAPTER, folder / ADAPTER)
-        config = read_json(adapter / CONFIG) | {"base_model_name_or_path": base_name(s)[0]}
+        config = read_json(adapter / CONFIG) | {"base_model_name_or_path": base_model_name(s)[0]}
         write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
         copy_small(base, folder)
         write_text(folder / "README.md", model_readme(s, adapter))

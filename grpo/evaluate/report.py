@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from grpo.evaluate.run_data import Run, duration
-from grpo.run.hub import short
+from grpo.run.hub import without_folders
 from grpo.run.layout import ADAPTER, BEST
 from grpo.settings import show
 from grpo.tasks.figure_text import number, part, spread, verdict_of
@@ -49,7 +49,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "EVAL_DATA": settings.get("EVAL_DATA") or "rows held out of DATA, if any",
     }
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
-    rows = [(label, short(str(known[name]))) for label, name in names.items()]
+    rows = [(label, without_folders(str(known[name]))) for label, name in names.items()]
     rows.append(("Machine", str(machine.get("gpu") or f"no GPU, {machine.get('cores', '?')} cores")))
     time = f"{duration(seconds.sum())}, median {duration(seconds.median())} a step"
     rows.append(("Steps", f"{run.steps} of {known['TOTAL_STEPS']}; {time}"))
@@ -59,7 +59,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
 def settings_rows(run: Run) -> list[list[str]]:
     """The settings that are not at their defaults, and where each was set."""
     sources = [(name, source) for name, source in part(run.record, "sources").items() if source != "default"]
-    return [[name, short(show(run.settings.get(name))), str(source)] for name, source in sources]
+    return [[name, without_folders(show(run.settings.get(name))), str(source)] for name, source in sources]
 
 
 def choices_rows(run: Run) -> list[list[str]]:

@@ -42,7 +42,7 @@ def read_metrics(path: Path) -> pandas.DataFrame:
     """The table of metrics.csv: `step` holds whole numbers, `time` text, every other column finite numbers or NaN.
     Raises InputError if the file is not the log of a run."""
     try:
-        durable.require_regular(path)
+        durable.regular_file_size(path)
     except ValueError as error:
         raise InputError(f"{path.parent}: {error}") from None
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -110,7 +110,7 @@ def read_examples(path: Path, record: Mapping[str, Any]) -> dict[str, pandas.Dat
     rows = pandas.DataFrame(columns=[*COMPLETIONS, PROMPT], dtype=str)
     options = {"dtype": str, "na_filter": False, "encoding_errors": "replace", "on_bad_lines": "skip"}
     try:
-        durable.require_regular(path)
+        durable.regular_file_size(path)
         for chunk in pandas.read_csv(path, chunksize=ROWS, **options):
             chunk = chunk.reindex(columns=rows.columns, fill_value="").fillna("")
             kinds = examples_of(pandas.concat([rows, chunk], ignore_index=True)).values()

@@ -138,5 +138,5 @@ def test_a_report_that_fails_does_not_fail_the_run(monkeypatch, tmp_path, caplog
     """Nor does one that cannot begin, without matplotlib or jinja2."""
     monkeypatch.setitem(sys.modules, "grpo.evaluate.page", module)
     with caplog.at_level(logging.WARNING, "train_grpo"):
-        train_grpo.write_archive(tmp_path)
+        train_grpo.write_report_and_zip(tmp_path)
     assert "scripts/report.py" in caplog.text and tmp_path.with_name(tmp_path.name + ".zip").exists()
