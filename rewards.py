@@ -128,15 +128,21 @@ def regret_rows(columns: Mapping[str, Column]) -> list[list[float]]:
     ]
 
 
-def _scores(completions: Sequence[str], rows: Sequence[Sequence[float]], invalid: float | None) -> list[float]:
+def _scores(
+    completions: Sequence[str], rows: Sequence[Sequence[float]], invalid: float | None, columns: Mapping[str, Column]
+) -> list[float]:
     """The reward of each completion's action in its row, or `invalid` if it names no action. With `invalid` None this
-    is the worst action's reward minus a tenth of the row's range (0.1 if all are equal): not answering never pays."""
+    is the worst action's reward minus a tenth of the row's range (0.1 if all are equal): not answering never pays.
+
+    A completion that is `truncated` by MAX_COMPLETION_LEN names no action: a policy would learn to write on after the
+    action if that cost nothing."""
     scores = []
-    for text, row in zip(completions, rows, strict=True):
+    truncated = columns.get("truncated", [False] * len(completions))
+    for text, row, cut in zip(completions, rows, truncated, strict=True):
         worst = min(row)
         below = worst - (max(row) - worst) / 10
         invalid_score = (below if below < worst else worst - 0.1) if invalid is None else invalid
-        scores.append(invalid_score if (k := parse_action(text, len(row))) is None else row[k])
+        scores.append(invalid_score if cut or (k := parse_action(text, len(row))) is None else row[k])
     return scores
 
 
@@ -146,14 +152,16 @@ def action(completions: Sequence[str], *, invalid_reward: float | None = None, *
     >>> table = {"reward_action_0": [0.1, 0.1, 0.1], "reward_action_1": [0.9, 0.9, 0.9]}
     >>> [round(x, 6) for x in action(["assistantfinal[1]", "analysis[1] it is", "assistantfinal[0]"], **table)]
     [0.9, 0.02, 0.1]
+    >>> [round(x, 6) for x in action(["assistantfinal[1] and"] * 3, truncated=[True] * 3, **table)]
+    [0.02, 0.02, 0.02]
     """
-    return _scores(completions, reward_rows(columns), invalid_reward)
+    return _scores(completions, reward_rows(columns), invalid_reward, columns)
 
 
 def best(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
     """1.0 for an action with the row's highest reward, 0.0 for any other, `invalid_reward` if no action is named."""
     best_or_not = [[float(value == max(row)) for value in row] for row in reward_rows(columns)]
-    return _scores(completions, best_or_not, invalid_reward)
+    return _scores(completions, best_or_not, invalid_reward, columns)
 
 
 def regret(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
@@ -161,27 +169,22 @@ def regret(completions: Sequence[str], *, invalid_reward: float | None = None, *
 
     The regret of a closed loop is the expected sum of these regrets along the policy's own path (the performance
     difference lemma: S. Kakade, J. Langford, Approximately Optimal Approximate Reinforcement Learning, ICML 2002). The
-    logarithm keeps small and large regrets distinguishable. A completion that reached MAX_COMPLETION_LEN does not count
-    as an answer: a policy would learn to write on after the action if that cost nothing.
+    logarithm keeps small and large regrets distinguishable.
 
     >>> table = {"q_action_0": [-1.0] * 3, "q_action_1": [-1.05] * 3, "q_action_2": [-51.0] * 3}
     >>> table |= {f"reward_action_{k}": [0.0] * 3 for k in range(3)}
     >>> [round(x, 2) for x in regret([f"assistantfinal[{k}]" for k in range(3)], **table)]
     [0.0, -0.69, -6.91]
-    >>> round(regret(["assistantfinal[0] and"] * 3, truncated=[True] * 3, **table)[0], 2)
-    -7.6
     """
-    truncated = columns.get("truncated", [False] * len(completions))
-    completions = ["" if cut else text for text, cut in zip(completions, truncated, strict=True)]
     rows = [[0.0 - math.log1p(value) for value in row] for row in regret_rows(columns)]
-    return _scores(completions, rows, invalid_reward)
+    return _scores(completions, rows, invalid_reward, columns)
 
 
 def shortfall(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
     """-1.0 where the answered action is more than SHORTFALL worse than the best by `q_action_k`, else 0.0: a
     penalty to be added to another reward with a weight. An answer without an action earns `invalid_reward`."""
     rows = [[0.0 - (max(row) - value > SHORTFALL) for value in row] for row in reward_rows(columns, "q_action")]
-    return _scores(completions, rows, invalid_reward)
+    return _scores(completions, rows, invalid_reward, columns)
 
 
 def format(completions: Sequence[str], **columns: Column) -> list[float]:

@@ -160,8 +160,8 @@ def train(resolved: ResolvedRun) -> int:
     from trl import GRPOConfig
 
     from grpo.evaluate.progress import Progress
+    from grpo.learn.distributed import adopt_rank0_state
     from grpo.learn.options import grpo_options
-    from grpo.learn.together import adopt_rank0_state
     from grpo.learn.trainer import RunContext, Trainer
     from grpo.model.load import load_adapter, load_to_train
     from grpo.rollout.engine import start_engine
@@ -215,7 +215,7 @@ def train(resolved: ResolvedRun) -> int:
         stop.at_once = False  # From here on a signal waits for the end of its step and a checkpoint.
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if ranks.rank:
-            trainer.answer_rank0()  # This raises RankLost with the exit code when rank 0 has finished the run.
+            trainer.serve_rank0()  # This raises RankLost with the exit code when rank 0 has finished the run.
         return finish(trainer, progress, started)
     finally:
         if context.engine is not None and context.engine.folder:

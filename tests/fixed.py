@@ -16,7 +16,7 @@ from grpo.learn.trainer import Trainer
 ANSWER = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>[{}]<|return|>"
 
 
-def generate_own(self, prompt_ids, num_generations, own, temperature):
+def generate_rank_completions(self, prompt_ids, num_generations, own, temperature):
     positions, texts = collections.Counter(), []
     for ids in map(tuple, prompt_ids[own.start : own.stop]):
         positions[ids] += 1
@@ -27,7 +27,7 @@ def generate_own(self, prompt_ids, num_generations, own, temperature):
 
 # pytest, which imports every module to look for doctests, keeps the real method.
 if "pytest" not in sys.modules:
-    Trainer.generate_own = generate_own
+    Trainer.generate_rank_completions = generate_rank_completions
 
 
 def nothing(completions, **columns):

@@ -14,8 +14,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo.data.files import Row
 from grpo.data.scoring import is_by_action, load_rewards, reward_specs
+from grpo.learn.distributed import adapter_parameters, flat_adapter
 from grpo.learn.options import grpo_options
-from grpo.learn.together import adapter_of, flat_adapter
 from grpo.learn.trainer import RunContext, Trainer
 from grpo.model.load import load_model, load_tokenizer
 from grpo.plan.hub import read_json
@@ -182,7 +182,7 @@ def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=Fa
 
 def gradient_of(trainer):
     """All gradients of the adapter as one vector."""
-    return torch.cat([p.grad.flatten() for p in adapter_of(trainer.model)])
+    return torch.cat([p.grad.flatten() for p in adapter_parameters(trainer.model)])
 
 
 def moved_by_training(trainer):

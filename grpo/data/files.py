@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' files to rows. Every problem names file, row, column and line."""
+"""Reads training and held-out rows from users' files. Every problem names file, row, column and line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from grpo.settings_table import MOST_REWARD
 
 REWARD_COLUMN = re.compile("reward_action_(0|[1-9][0-9]{0,5})")
 Q_COLUMN = re.compile("q_action_(0|[1-9][0-9]{0,5})")
-# Keyword arguments that TRL passes to reward functions or withholds, and the three that docs/data.md adds. A column
+# Keyword arguments of reward functions: those that TRL passes or drops, and the three that docs/data.md adds. A column
 # with one of these names is passed as `csv_NAME`; every other column keeps its name.
 # fmt: off
 RESERVED_ARGUMENTS = {
@@ -34,9 +34,9 @@ RESERVED_ARGUMENTS = {
 # fmt: on
 PROMPT_COLUMNS = ("prompt", "user", "question")
 FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
-SHOWN = 20  # problems listed per file; further ones are only counted
-ROW_PLACE = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
-SPECIAL = re.compile(r"<\|(?:start|end|message|channel|return|call|constrain|startoftext|endoftext)\|>")  # Harmony's
+MOST_PROBLEMS = 20  # of each file are listed; further ones are only counted
+ROW_LOCATION = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
+HARMONY_TOKEN = re.compile(r"<\|(?:start|end|message|channel|return|call|constrain|startoftext|endoftext)\|>")
 INSTRUCTING = ("system", "developer")  # gpt-oss's template takes these roles only in the first message
 Messages = tuple[tuple[str, str], ...]
 Conversation = list[dict[str, Cell]]  # messages in TRL's form, with `role` and `content`
@@ -44,8 +44,8 @@ Conversation = list[dict[str, Cell]]  # messages in TRL's form, with `role` and 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a file: its messages, the reward of each action, every column, and `q`, the values q_action_k, if the
-    file has them. `prompt` is empty until `render_rows` fills it in."""
+    """A row of a file: its messages, the reward of each action, every column, and in `q` the values q_action_k, empty
+    if the file has none. `prompt` is empty until `render_rows` fills it in."""
 
     file: str
     number: int  # 1 is the first row below the header
@@ -54,7 +54,7 @@ class Row:
     columns: Columns
     prompt: str = ""
     q: tuple[float, ...] = ()
-    given: str | Conversation = ""  # the prompt as the file holds it, in which form TRL passes it to reward functions
+    trl_prompt: str | Conversation = ""  # the prompt in the form of the file, as TRL passes it to reward functions
 
     @property
     def id(self) -> str:
@@ -62,7 +62,7 @@ class Row:
 
 
 def label(file: str) -> str:
-    """The name of a file or data set in logs: the file's without folders and ending, or org/name."""
+    """The name of a file or data set in logs: a file's name without folders and ending, or a data set's org/name."""
     return file if is_dataset(file) else Path(file).stem
 
 
@@ -86,18 +86,18 @@ def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
     return list(files)
 
 
-def no_actions(row: Row) -> str:
-    """The message for a file that has no reward columns; `row` is any row of that file."""
-    return f"there is no column reward_action_0, reward_action_1, ... among {named(row.columns)}"
+def missing_actions_problem(row: Row) -> str:
+    """The problem of a file without reward columns; `row` is any row of that file."""
+    return f"there is no column reward_action_0, reward_action_1, ... among {join_names(row.columns)}"
 
 
-def named(columns: Iterable[str]) -> str:
-    """The names of columns as text, so that a message shows the user a mistyped one."""
+def join_names(columns: Iterable[str]) -> str:
+    """Column names as text for a message, in which the user can see a mistyped one."""
     return one_line(", ".join(columns), 200)
 
 
 def flat_rows(rows: Iterable[Row]) -> list[Row]:
-    """The rows whose actions all have the same reward, so that there is nothing to learn from them."""
+    """The rows whose actions all have the same reward, so that nothing can be learned from them."""
     return [row for row in rows if len(set(row.rewards)) == 1 and len(set(row.q)) < 2]
 
 
@@ -109,17 +109,17 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
         if count > 1:
             problems.add(where, f"column {one_line(repr(name), 200)} stands there twice", "Name every column once")
     if not {*PROMPT_COLUMNS, "messages"} & set(header):
-        problem = f"there is neither a `prompt` nor a `user` column among {named(header)}"
+        problem = f"there is neither a `prompt` nor a `user` column among {join_names(header)}"
         fix = f"Add one of them (or `question`, or `messages`); {FORMATS_DOC} makes one of other columns"
         problems.add(where, problem, fix)
     actions = sorted(int(match[1]) for match in map(REWARD_COLUMN.fullmatch, header) if match)
     values = sorted(int(match[1]) for match in map(Q_COLUMN.fullmatch, header) if match)
     gap = next((k for k in range(len(actions)) if k not in actions), None)
     if gap is not None:
-        problem = f"reward_action_{gap} is missing among {named(header)}"
+        problem = f"reward_action_{gap} is missing among {join_names(header)}"
         problems.add(where, problem, "Number the actions from 0 without a gap")
     elif len(actions) == 1:
-        problem = f"there is only one action, reward_action_0, among {named(header)}"
+        problem = f"there is only one action, reward_action_0, among {join_names(header)}"
         problems.add(where, problem, "GRPO needs at least two actions to compare")
     if actions and values and values != actions:
         problem = f"there are {', '.join(f'q_action_{k}' for k in values)}, but {len(actions)} columns reward_action_k"
@@ -147,8 +147,8 @@ def read_numbers(where: str, columns: Columns, names: Sequence[str], problems: P
 
 
 def as_conversation(prompt: Cell) -> Cell:
-    """The list of messages if the cell is text that holds one, in JSON or as a Python literal (pandas writes these to a
-    CSV); any other cell is returned unchanged."""
+    """The list of messages if the cell is text that holds such a list, in JSON or as a Python literal (which is what
+    pandas writes to a CSV); any other cell is returned unchanged."""
     if isinstance(prompt, str) and re.match(r"\s*\[\s*\{", prompt):
         for parse in (json.loads, ast.literal_eval):
             with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -159,7 +159,7 @@ def as_conversation(prompt: Cell) -> Cell:
 
 
 def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -> Messages:
-    """The messages of the column `name`, which holds a list of them as in TRL's data sets; () after a problem."""
+    """The messages in a cell of the column `name`, a list of messages as in TRL's data sets; () after a problem."""
     try:
         messages = tuple((message["role"], message["content"]) for message in prompt)
     except (TypeError, KeyError):
@@ -181,7 +181,7 @@ def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -
 
 def read_messages(where: str, columns: Columns, system: str, problems: Problems) -> tuple[Messages, str | Conversation]:
     """The messages of a row, or (("rendered", text),), and the prompt that TRL passes to reward functions; () and ""
-    after a problem. `system` is the default."""
+    after a problem. `system` is the default system message."""
     has_prompt = any(name in columns for name in PROMPT_COLUMNS)
     column = "messages" if "messages" in columns and not has_prompt else "prompt"
     conversation = as_conversation(columns.get(column))
@@ -205,12 +205,12 @@ def read_messages(where: str, columns: Columns, system: str, problems: Problems)
             problem = "a rendered prompt must end where the assistant begins"
             problems.add(f"{where}, column prompt", problem, "End it with <|start|>assistant")
         return (("rendered", prompt),), prompt
-    given: str | Conversation = prompt
+    trl_prompt: str | Conversation = prompt
     if "user" in columns:
-        given = [{"role": "system", "content": own_system}] if own_system.strip() else []
-        given.append({"role": "user", "content": prompt})
+        trl_prompt = [{"role": "system", "content": own_system}] if own_system.strip() else []
+        trl_prompt.append({"role": "user", "content": prompt})
     user, system = ("user", prompt.strip()), own_system.strip() or system
-    return (("system", system), user) if system else (user,), given
+    return (("system", system), user) if system else (user,), trl_prompt
 
 
 def make_rows(
@@ -221,26 +221,26 @@ def make_rows(
     q_names = [f"q_action_{k}" for k in range(actions)] if "q_action_0" in header else []
     for number, (where, columns) in enumerate(records, 1):
         columns |= (rewards := read_numbers(where, columns, names, problems))
-        # They stay text in `columns`: a run recognizes its data by `data_fingerprint`, which includes that text.
+        # In `columns` the values stay text, because `data_fingerprint`, which identifies a run's data, includes it.
         q = read_numbers(where, columns, q_names, problems)
-        messages, given = read_messages(where, columns, system, problems)
+        messages, trl_prompt = read_messages(where, columns, system, problems)
         if not all(is_text(text) for _, text in messages):
             problems.add(where, "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8")
         tokens = dict.fromkeys(
-            token for role, text in messages if role != "rendered" for token in SPECIAL.findall(text)
+            token for role, text in messages if role != "rendered" for token in HARMONY_TOKEN.findall(text)
         )
         if tokens:
             problem = f"it holds {', '.join(tokens)}: the model reads these as the begin or end of a message"
             fix = "Take it out, or write the whole prompt rendered, from its first <|start|> on"
             problems.add(where, problem, fix)
-        yield Row(name, number, messages, (*rewards.values(),), columns, "", (*q.values(),), given)
+        yield Row(name, number, messages, (*rewards.values(),), columns, "", (*q.values(),), trl_prompt)
 
 
 def merge_alike(problems: Iterable[str]) -> list[str]:
-    """The problems of a file, one per kind: it names the first row and counts the further ones."""
+    """The problems of a file, one of each kind, which names the first row that has it and counts the others."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
-        alike.setdefault(ROW_PLACE.sub("", problem, count=1), []).append(problem)
+        alike.setdefault(ROW_LOCATION.sub("", problem, count=1), []).append(problem)
     return [f"{first}. Further rows like it: {len(more)}" if more else first for first, *more in alike.values()]
 
 
@@ -267,19 +267,20 @@ def read_file(
     if not rows and not new_problems:
         new_problems.add(name, "there is no row below the header", "Add at least one row")
     merged = merge_alike(new_problems)
-    problems += merged[:SHOWN]
-    if len(merged) > SHOWN:
-        problems.add(name, f"and {len(merged) - SHOWN} more problems like these", "Fix the file and run again")
+    problems += merged[:MOST_PROBLEMS]
+    if len(merged) > MOST_PROBLEMS:
+        problems.add(name, f"and {len(merged) - MOST_PROBLEMS} more problems like these", "Fix the file and run again")
     return [] if new_problems else rows
 
 
 def read_csv(path: Path, problems: Problems, system: str = "", rewards: bool = True) -> list[Row]:
-    """`read_file` of a file whose format follows from its ending (grpo/data/formats.py); the default is CSV."""
+    """Reads a file in the format that its ending names (grpo/data/formats.py), or else as CSV; see `read_file`."""
     return read_file(str(path), functools.partial(reader_of(path), path), problems, system, rewards)
 
 
 def read_rows(setting: str, text: str, problems: Problems, system: str = "") -> list[Row]:
-    """The rows of every file, and of every data set of the Hub, that a setting names."""
+    """The rows of every file and data set of the Hub that `setting` names in its value `text`. `system` is the default
+    system message. Adds a problem where two files have the same name in logs."""
     datasets = [part for part in split_commas(text) if is_dataset(part)]
     files = ",".join(part for part in split_commas(text) if part not in datasets)
     rows: list[Row] = []

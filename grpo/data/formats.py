@@ -66,15 +66,15 @@ def read_csv_table(path: Path, problems: Problems) -> Table:
 
 
 def table_of(name: str | Path, rows: Sequence[Columns], lines: Sequence[int] = ()) -> Table:
-    """The table of rows, with None for the columns that a row lacks; `lines` are the numbers of their first lines.
-    Raises UnreadableFile if there are no rows."""
+    """The table of rows, with None for the columns that a row lacks; `lines` are the line numbers at which the rows
+    begin. Raises UnreadableFile if there are no rows."""
     if not rows:
         raise UnreadableFile(name, "it is empty", "Give it at least one row")
     header = list(dict.fromkeys(key.strip() for row in rows for key in row))
-    places = [f" (line {line})" for line in lines] or [""] * len(rows)
+    locations = [f" (line {line})" for line in lines] or [""] * len(rows)
     return header, [
-        (f"{name}, row {number}{place}", dict.fromkeys(header) | {key.strip(): cell for key, cell in row.items()})
-        for number, (row, place) in enumerate(zip(rows, places, strict=True), 1)
+        (f"{name}, row {number}{location}", dict.fromkeys(header) | {key.strip(): cell for key, cell in row.items()})
+        for number, (row, location) in enumerate(zip(rows, locations, strict=True), 1)
     ]
 
 
@@ -100,7 +100,7 @@ def read_json_table(path: Path, problems: Problems) -> Table:
 
 def read_parquet_table(path: Path, problems: Problems) -> Table:
     """The table of a Parquet file. Raises UnreadableFile."""
-    from pyarrow import ArrowException, parquet  # late: most runs read CSVs
+    from pyarrow import ArrowException, parquet  # Imported late, because most runs read CSVs.
 
     try:
         return table_of(path, parquet.read_table(path).to_pylist())
@@ -110,7 +110,7 @@ def read_parquet_table(path: Path, problems: Problems) -> Table:
 
 
 def reader_of(path: Path) -> Callable[[Path, Problems], Table]:
-    """The function that reads a file, by its ending."""
+    """The function that reads a file with this ending; the default is CSV."""
     if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
         return read_json_table
     return read_parquet_table if path.suffix.lower() == ".parquet" else read_csv_table
@@ -133,10 +133,10 @@ def read_dataset(name: str, split: str, problems: Problems) -> Table:
     repository, _, rest = name.partition(":")
     config, _, named_split = rest.partition(":")
     try:
-        import datasets  # late: it takes a second
+        import datasets  # Imported late, because that takes a second.
 
         rows = datasets.load_dataset(repository, config or None, split=named_split or split).to_list()
-    except Exception as error:  # load_dataset raises a dozen types; each message tells the user what is wrong
+    except Exception as error:  # load_dataset raises a dozen types, whose messages say what is wrong
         fix = "Write org/name:config:split, check the network and HF_TOKEN, or name files that exist"
         problem = f"no file of that name is there, and no data set could be loaded ({format_exception(error)})"
         raise UnreadableFile(name, problem, fix) from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out rows: those that EVAL_DATA names, or a part of DATA that a hash chooses."""
+"""Chooses the held-out rows: those that EVAL_DATA names, or a part of DATA, by a hash."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from grpo.data.formats import is_dataset
 from grpo.settings import ROOT, Problems, Settings, split_commas
 
 # Training files that come with the project -> the held-out files that belong to them.
-DEMO = {
+HELDOUT_OF_DEMO = {
     "data/tes_train.csv": "data/tes_heldout.csv",
     "data/tes_train_compact.csv": "data/tes_heldout_compact.csv",
     "data/gsm8k_train.jsonl": "data/gsm8k_heldout.jsonl",
 }
 DATE_COLUMNS = {"timestamp", "datetime", "date", "day", "time", "日時", "日付"}
 DATE = re.compile(r"\s*([0-9]{4})[-/]([0-9]{1,2})[-/]([0-9]{1,2})(?![0-9])")
-# Days or prompts that DATA must have before any is held out, and the fewest that give a usable interval.
+# How many days or prompts DATA must have before any of them is held out, and how many are then held out at least, so
+# that a confidence interval is usable.
 LEAST_GROUPS, LEAST_HELD_OUT = 20, 5
 MOST_HELD_OUT = 64  # limits both the days or prompts that are held out and the rows that are evaluated
 
@@ -37,10 +38,10 @@ class Split:
 
 def demo_heldout(data: str) -> str | None:
     """The held-out file that belongs to the demo file named by DATA; None if DATA names anything else."""
-    return next((heldout for train, heldout in DEMO.items() if names_only(data, train)), None)
+    return next((heldout for train, heldout in HELDOUT_OF_DEMO.items() if names_single_file(data, train)), None)
 
 
-def names_only(text: str, path: str) -> bool:
+def names_single_file(text: str, path: str) -> bool:
     """Whether a setting such as DATA names exactly one file, the project's `path`."""
     if any(map(is_dataset, split_commas(text))):
         return False
@@ -59,12 +60,12 @@ def read_split(settings: Settings, problems: Problems) -> Split:
 
 
 def hold_out(rows: Sequence[Row], share: float) -> Split:
-    """Hold out whole days of rows that carry a date, and whole prompts of other rows: a model that trained on an hour
-    knows something about the next one, and a prompt may stand in several rows.
+    """Hold out whole days of rows that carry a date, and all rows with the same prompt of others: a model that trained
+    on an hour knows something about the next hour, and several rows may share a prompt.
 
     Days or prompts are the groups. They are ordered by a hash of the day or prompt alone, and the first ones are held
     out: all whose hash lies below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. Adding rows to DATA
-    never holds out a group that was trained on before, because it can only move back in this order. At most
+    never holds out a group that was trained on before, because a group can only move back in this order. At most
     MOST_HELD_OUT held-out rows are evaluated, and none whose prompt is in a training row as well.
     """
     if not share:
@@ -100,7 +101,8 @@ def group_of(row: Row) -> tuple[str, str]:
 
 
 def date_of(row: Row) -> str | None:
-    """The date of a row, such as 2025-09-01, from a cell in DATE_COLUMNS that begins with it; None without one."""
+    """The date of a row, such as 2025-09-01, with which a cell of DATE_COLUMNS begins; None if there is no such
+    cell."""
     for name, cell in row.columns.items():
         if name.lower() in DATE_COLUMNS and (match := DATE.match(str(cell))):
             year, month, day = match.groups()

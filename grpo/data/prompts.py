@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders the prompts of rows, and sets the order in which a run uses them."""
+"""Renders and counts the prompts of rows, gives their correct answers, and sets the order in which a run uses them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
 
 
 def opened_turn(prompt: str) -> str:
-    """The begin of the assistant's message with which a rendered prompt ends, such as `<|channel|>final`."""
+    """The part of the assistant's turn that a rendered prompt ends with, such as `<|channel|>final`."""
     return prompt.rpartition("<|start|>assistant")[2]
 
 
@@ -33,7 +33,7 @@ def open_answer(prompt: str) -> str:
     Raises ValueError if the prompt opens another channel."""
     opened = opened_turn(prompt)
     if not ANSWER_BEFORE.startswith(opened):
-        raise ValueError(f"the prompt opens {opened[-80:]!r}, behind which {ANSWER_BEFORE!r} cannot stand")
+        raise ValueError(f"the prompt opens {opened[-80:]!r}, which {ANSWER_BEFORE!r} cannot follow")
     return prompt + ANSWER_BEFORE.removeprefix(opened)
 
 
@@ -41,12 +41,12 @@ def answer_of(row: Row, direct: bool = False) -> str | None:
     """The correct completion of a row's prompt, or of the prompt that `open_answer` extended if `direct` is true. It is
     the `answer` column, which holds the final channel's text or a whole turn from `<|channel|>` on, else the best
     action; None if all actions are equal. Raises ValueError if prompt and answer open different channels."""
-    answer, worth = row.columns.get("answer"), row.q or row.rewards
+    answer, values = row.columns.get("answer"), row.q or row.rewards
     text = "" if answer is None else str(answer).strip()
-    if not text and len(set(worth)) < 2:
+    if not text and len(set(values)) < 2:
         return None
     if not text.startswith("<|channel|>"):
-        text = ANSWER_BEFORE[:-1] + (text or f"[{worth.index(max(worth))}]")
+        text = ANSWER_BEFORE[:-1] + (text or f"[{values.index(max(values))}]")
     role, prompt = row.messages[0]
     opened = opened_turn(prompt) if role == "rendered" else ""
     if direct:
@@ -59,8 +59,8 @@ def answer_of(row: Row, direct: bool = False) -> str | None:
 def render(template: str, messages: Messages, effort: str, date: str) -> str:
     """A conversation rendered by a Hugging Face chat template, up to where the assistant begins.
 
-    The result equals that of transformers (a test compares them), but does not import torch. gpt-oss's template
-    writes today's date; here it writes `date`, so that a prompt never changes."""
+    The result equals that of transformers (a test compares them), but this function does not import torch. gpt-oss's
+    template writes today's date; here it writes `date`, so that a prompt never changes."""
     conversation = [{"role": role, "content": text} for role, text in messages]
     compiled = compile_template(template, date)
     return compiled.render(messages=conversation, reasoning_effort=effort, add_generation_prompt=True)
@@ -94,7 +94,7 @@ def render_rows(
     a problem. So is a template or tokenizer that fails: then the rows are returned unchanged, with a length of 0."""
     rendered = []
 
-    def refused(problem: str, fix: str, where: str = f"MODEL_ID={settings.MODEL_ID}") -> tuple[list[Row], int]:
+    def reject(problem: str, fix: str, where: str = f"MODEL_ID={settings.MODEL_ID}") -> tuple[list[Row], int]:
         problems.add(where, problem, fix)
         return list(rows), 0
 
@@ -103,24 +103,24 @@ def render_rows(
         if role != "rendered":
             if template is None:
                 problem = f"it has no chat template, and {row.file} holds prompts that are not rendered"
-                return refused(problem, "Add chat_template.jinja to the model, or give rendered prompts")
+                return reject(problem, "Add chat_template.jinja to the model, or give rendered prompts")
             try:
                 prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE)
             except Exception as error:  # a template may raise anything
                 problem = f"its chat template fails on {row.file}, row {row.number} ({format_exception(error)})"
-                return refused(problem, "Download the model again, or write what its template takes")
+                return reject(problem, "Download the model again, or write what its template takes")
         if settings.DIRECT_ANSWERS:
             try:
                 prompt = open_answer(prompt)
             except ValueError as error:
-                return refused(str(error), "End it with <|start|>assistant", f"{row.file}, row {row.number}")
+                return reject(str(error), "End it with <|start|>assistant", f"{row.file}, row {row.number}")
         rendered.append(dataclasses.replace(row, prompt=prompt))
     try:
         lengths = count_tokens(tokenizer, list(dict.fromkeys(row.prompt for row in rendered)))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a panic in the Rust code of tokenizers is a BaseException
-        return refused(f"its tokenizer.json fails ({format_exception(error)})", "Download the model again")
+        return reject(f"its tokenizer.json fails ({format_exception(error)})", "Download the model again")
     too_long = [row for row in rendered if lengths[row.prompt] > settings.MAX_PROMPT_LEN]
     if too_long:
         row = max(too_long, key=lambda row: lengths[row.prompt])
@@ -132,19 +132,19 @@ def render_rows(
     return rendered, max(lengths.values(), default=0)
 
 
-AT_ONCE = 1000  # prompts per batch: a prompt's encoding takes more memory than its row
+PROMPTS_PER_BATCH = 1000  # limited, because the encoding of a prompt takes more memory than its row
 
 
 def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
-    """The number of tokens of each prompt. Raises any error of tokenizers for an unusable file, even BaseExceptions
-    that are not Exceptions."""
-    from tokenizers import Tokenizer  # late, as above
+    """The number of tokens of each prompt. For an unusable file it raises whatever tokenizers raises, which may be a
+    BaseException that is no Exception."""
+    from tokenizers import Tokenizer  # Imported late, as in `compile_template`.
 
     loaded = Tokenizer.from_file(str(tokenizer))
     lengths: dict[str, int] = {}
-    starts = range(0, len(prompts), AT_ONCE)
-    for start in with_progress("counting tokens", starts, total=len(prompts), each=AT_ONCE):
-        batch = prompts[start : start + AT_ONCE]
+    starts = range(0, len(prompts), PROMPTS_PER_BATCH)
+    for start in with_progress("counting tokens", starts, total=len(prompts), each=PROMPTS_PER_BATCH):
+        batch = prompts[start : start + PROMPTS_PER_BATCH]
         lengths |= zip(batch, map(len, loaded.encode_batch_fast(batch)), strict=True)
     return lengths
 
@@ -152,7 +152,7 @@ def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
 def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
     """The first `count` row indices of an endless stream that shuffles `rows` rows again and again.
 
-    It depends on `seed` alone, so that a resumed run continues the stream even in a later epoch; a sampler that
+    The stream depends on `seed` alone, so that a resumed run continues it even in a later epoch; a sampler that
     shuffles once per epoch cannot (https://github.com/huggingface/trl/issues/7040). Each shuffle uses every row."""
     for done in range(0, count, rows):
         order = list(range(rows))

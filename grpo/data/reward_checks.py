@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the reward functions before a run: they exist, rows hold what they need, and garbage does not pay."""
+"""Checks reward functions before a run: they exist, rows hold what they need, and garbage earns less than answers."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from statistics import fmean
 
 import rewards
 from grpo.data import scoring
-from grpo.data.files import Row, column_names, flat_rows, no_actions
+from grpo.data.files import Row, column_names, flat_rows, missing_actions_problem
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.data.scoring import RewardError, total
 from grpo.settings import Problems, Settings, show
 
 Specs = Sequence[tuple[str, float]]  # (name, weight) of each reward function
-Trial = tuple[Row, list[list[float]]]  # a row, and for each answer to it, GARBAGE first, the reward of each function
-SAMPLED = 64  # rows that reward functions are tried on before a run
-START = "<|start|>assistant"
-FINAL = START + ANSWER_BEFORE[:-1] + "{}" + ANSWER_AFTER[1:]
+Trial = tuple[Row, list[list[float]]]  # a row, and for each answer (GARBAGE first) the reward of each function
+MOST_TRIED_ROWS = 64  # reward functions are tried on so many rows before a run
+TURN_START = "<|start|>assistant"
+ANSWER_TURN = TURN_START + ANSWER_BEFORE[:-1] + "{}" + ANSWER_AFTER[1:]
 # Answers without an action: the first ends before its final channel, the second has an empty one.
-GARBAGE = ("<|start|>assistant<|channel|>analysis<|message|>The load is<|return|>", FINAL.format(""))
+GARBAGE = ("<|start|>assistant<|channel|>analysis<|message|>The load is<|return|>", ANSWER_TURN.format(""))
 
 
 def check_rewards(
     settings: Settings, text: str, rows: Sequence[Row], problems: Problems, tokenizer: Path | None = None
 ) -> tuple[list[tuple[str, float]], str | None]:
-    """Checks that the reward functions of `text` exist, that the rows hold what they need, and that garbage does not
-    pay. Returns their (name, weight) and a warning about garbage or None. `tokenizer` is for `try_rewards`."""
+    """Checks that the reward functions of `text` exist, that the rows hold what they need, and that garbage earns
+    less than answers. Returns (name, weight) of each function, and a warning about garbage or None. `tokenizer` is for
+    `try_rewards`."""
     try:
         specs = scoring.reward_specs(text)
         for name, _ in specs:
@@ -59,19 +60,19 @@ def check_heldout(
     problems: Problems,
     tokenizer: Path | None = None,
     where: str = "EVAL_DATA",
-    otherwise: str = "set EVAL_SAMPLES=0",
+    alternative: str = "set EVAL_SAMPLES=0",
 ) -> None:
     """Checks that the reward functions can score the held-out rows. In messages, `where` is the setting that names
-    these rows, and `otherwise` an alternative to changing them."""
-    unpaid = next((row for row in rows if not row.rewards), None)
-    if unpaid and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
-        problems.add(f"{unpaid.file}, columns", no_actions(unpaid), f"Add them, or {otherwise}")
+    these rows, and `alternative` an alternative to changing them."""
+    unrewarded = next((row for row in rows if not row.rewards), None)
+    if unrewarded and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
+        problems.add(f"{unrewarded.file}, columns", missing_actions_problem(unrewarded), f"Add them, or {alternative}")
         return
     check_answers([name for name, _ in specs], rows, problems)
     try:
         try_rewards(specs, settings, rows, tokenizer)
     except RewardError as error:
-        problems.add(where, str(error), f"Give the held-out rows the columns that DATA has, or {otherwise}")
+        problems.add(where, str(error), f"Give the held-out rows the columns that DATA has, or {alternative}")
 
 
 def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> None:
@@ -79,11 +80,11 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
     first = {(row.file, bool(row.rewards)): row for row in reversed(rows)}
     if names & rewards.ACTION_REWARDS.keys():
         fix = "Add one per action, or choose other REWARDS, such as your own: REWARDS=my_module:my_function"
-        for (file, paid), row in sorted(first.items(), key=lambda item: item[0]):
-            if not paid:
-                problems.add(f"{file}, columns", no_actions(row), fix)
-    paid_rows = [row for row in rows if row.rewards]
-    rows_without_q = [row for row in paid_rows if not row.q]
+        for (file, has_rewards), row in sorted(first.items(), key=lambda item: item[0]):
+            if not has_rewards:
+                problems.add(f"{file}, columns", missing_actions_problem(row), fix)
+    rewarded_rows = [row for row in rows if row.rewards]
+    rows_without_q = [row for row in rewarded_rows if not row.q]
     if "shortfall" in names:
         fix = "Add the value of each action, or leave shortfall out of REWARDS"
         for file in dict.fromkeys(row.file for row in rows_without_q):
@@ -94,8 +95,8 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
         for row in {row.file: row for row in reversed(rows_without_q) if not is_softmax(row.rewards)}.values():
             problems.add(f"{row.file}, row {row.number}", problem, fix)
     check_answers(names, rows, problems)
-    if paid_rows and len(flat_rows(paid_rows)) == len(paid_rows) and names <= rewards.ACTION_REWARDS.keys():
-        problem = "every row pays all its actions the same, so there is nothing to learn"
+    if rewarded_rows and len(flat_rows(rewarded_rows)) == len(rewarded_rows) and names <= rewards.ACTION_REWARDS.keys():
+        problem = "every row gives all its actions the same reward, so there is nothing to learn"
         problems.add("DATA", problem, "Give better actions higher rewards, or choose other REWARDS")
 
 
@@ -109,22 +110,22 @@ def check_answers(names: Collection[str], rows: Sequence[Row], problems: Problem
 
 
 def is_softmax(row: Sequence[float]) -> bool:
-    """Whether a row's rewards can be a softmax: not negative, with a sum of 1 but for the rounding in files."""
+    """Whether `row`, the rewards of its actions, can be a softmax: not negative, with a sum of 1 up to rounding."""
     return min(row) >= 0 and abs(math.fsum(row) - 1) <= 1e-3
 
 
-def tried_text(prompt: str, text: str) -> str:
-    """The assistant's whole turn `text`, without the part that the rendered `prompt` already holds."""
-    return text.removeprefix(rewards.assistant_turn(prompt, ""))
+def completion_text(prompt: str, turn: str) -> str:
+    """The completion of a rendered `prompt` that completes it to the assistant's whole `turn`."""
+    return turn.removeprefix(rewards.assistant_turn(prompt, ""))
 
 
 def sample_rows(rows: Sequence[Row]) -> list[Row]:
-    """At most SAMPLED rows, about equally many from each file; the choice is always the same."""
+    """At most MOST_TRIED_ROWS rows, about equally many from each file; the choice is always the same."""
     files: dict[str, list[Row]] = {}
     for row in random.Random(0).sample(rows, len(rows)):
         files.setdefault(row.file, []).append(row)
     turns = itertools.zip_longest(*files.values())
-    return [row for turn in turns for row in turn if row is not None][:SAMPLED]
+    return [row for turn in turns for row in turn if row is not None][:MOST_TRIED_ROWS]
 
 
 def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[int]], list[str]]:
@@ -132,7 +133,7 @@ def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[in
     for token ids, and the final channel's text for the decoded one."""
     if tokenizer is None:
         return [list(text.encode()) for text in texts], [rewards.final_channel(text) or "" for text in texts]
-    from tokenizers import Tokenizer  # late, so that the preflight can name packages that are missing
+    from tokenizers import Tokenizer  # Imported late, so that the preflight can name packages that are missing.
 
     loaded = Tokenizer.from_file(str(tokenizer))
     ids = [encoding.ids for encoding in loaded.encode_batch(texts, add_special_tokens=False)]
@@ -143,26 +144,28 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
     """The weighted rewards of GARBAGE and of every action in a sample of rows, NaN where a function returns None.
 
     Rows without actions get the answers [0] and [1]. Each function is called once, as in training, with token ids of
-    `tokenizer`, a tokenizer.json: a mistake costs a second here and an hour in a run. Raises RewardError if a
+    `tokenizer`, a tokenizer.json: here a mistake costs a second, in a run an hour. Raises RewardError if a
     function raises something or returns no rewards."""
     if not rows:
         return []
-    answers = {n: [*GARBAGE, *(FINAL.format(f"[{k}]") for k in range(n or 2))] for n in {len(r.rewards) for r in rows}}
+    answers = {
+        n: [*GARBAGE, *(ANSWER_TURN.format(f"[{k}]") for k in range(n or 2))] for n in {len(r.rewards) for r in rows}
+    }
     sample = sample_rows(rows)
     pairs = [
-        # Rows stay unrendered without a tokenizer or a template: their prompt becomes START alone.
-        (row if row.prompt else dataclasses.replace(row, prompt=START), text)
+        # Rows stay unrendered without a tokenizer or a template: their prompt becomes TURN_START alone.
+        (row if row.prompt else dataclasses.replace(row, prompt=TURN_START), text)
         for row in sample
         for text in answers[len(row.rewards)]
     ]
-    texts = [tried_text(row.prompt, text) for row, text in pairs]
+    texts = [completion_text(row.prompt, text) for row, text in pairs]
     distinct = list(dict.fromkeys(texts))
     tokens = dict(zip(distinct, zip(*tokenize(distinct, tokenizer), strict=True), strict=True))
     completions = [
         scoring.read_completion(row, text, tokens[text][1], len(tokens[text][0]), False)
         for (row, _), text in zip(pairs, texts, strict=True)
     ]
-    functions, state = scoring.load_rewards(specs, settings), scoring.first_state(settings.TOTAL_STEPS)
+    functions, state = scoring.load_rewards(specs, settings), scoring.initial_trainer_state(settings.TOTAL_STEPS)
     try:
         ids = [tokens[text][0] for text in texts]
         scores = scoring.score(functions, completions, ids, column_names(rows), state)
@@ -178,7 +181,7 @@ def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, pro
 
     Otherwise it adds a problem, or returns a warning in two cases: the user set INVALID_REWARD, or all actions of a row
     earn the same, because REWARDS do not depend on them. An answer for which all functions return None counts as the
-    mean of the row's actions, since it gets no advantage."""
+    mean of the row's actions, because it gets no advantage."""
     worst: list[float] = []
     all_alike = True  # whether all actions of each row earn the same
     kinds: list[list[tuple[float, Sequence[float]]]] = [[] for _ in GARBAGE]  # (sum, reward of each function) by row
@@ -196,12 +199,14 @@ def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, pro
             problems.add("REWARDS", problem, fix)
         return None
     kind = max(kinds, key=lambda kind: fmean(reward for reward, _ in kind))
-    paid, least = fmean(reward for reward, _ in kind), fmean(worst)
-    if paid < least:
+    garbage_reward, worst_reward = fmean(reward for reward, _ in kind), fmean(worst)
+    if garbage_reward < worst_reward:
         return None
     means = [total(scores) / len(kind) for scores in zip(*(scores for _, scores in kind), strict=True)]
     parts = ", ".join(f"{name} {value:.3g}" for (name, _), value in zip(specs, means, strict=True))
-    problem = f"an unreadable answer earns {paid:.3g} on average ({parts}), a row's worst action {least:.3g}"
+    problem = (
+        f"an unreadable answer earns {garbage_reward:.3g} on average ({parts}), a row's worst action {worst_reward:.3g}"
+    )
     if settings.INVALID_REWARD is not None:
         return f"INVALID_REWARD={show(settings.INVALID_REWARD)}: {problem}, so a run may learn garbage"
     if all_alike:

@@ -49,12 +49,12 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
 
 
 class RewardError(RuntimeError):
-    """A reward function raised an exception or returned something else than rewards; the message names it."""
+    """A reward function raised an exception or returned something else than rewards; the message names the function."""
 
 
 def load_reward(name: str) -> Callable[..., Any]:
     """The reward function `name` of rewards.py, or `module:function` from an installed package or else from the current
-    folder. Raises ValueError."""
+    folder. Raises ValueError if there is none."""
     module, colon, function = name.partition(":")
     if not colon:
         if name in rewards.REWARD_FUNCTIONS:
@@ -74,10 +74,10 @@ def load_reward(name: str) -> Callable[..., Any]:
     return reward
 
 
-def error_place(error: BaseException, module: str) -> str:
+def error_location(error: BaseException, module: str) -> str:
     """Where an exception was raised, such as ` (my_rewards.py, line 3)`: the last line in the user's `module`, or in
     any file if it is not there. It is empty if the call itself failed."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first one is the call in this file
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # The first frame is the call in this file.
     file = getattr(sys.modules.get(module), "__file__", None)
     frames = [frame for frame in frames if frame.filename == file] or frames
     return f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
@@ -95,10 +95,10 @@ class Completion:
 
     row: Row
     text: str  # as the model wrote it, special tokens included
-    action: int | None  # None if it names no action, or if the row has none
+    action: int | None  # None if the completion names no action, or if the row has none
     tokens: int
     truncated: bool
-    decoded: str | Conversation = ""  # what reward functions get in TRL, see `read_completion`
+    decoded: str | Conversation = ""  # the completion as TRL passes it to reward functions, see `read_completion`
 
     @property
     def turn(self) -> str:
@@ -113,7 +113,7 @@ def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: boo
     prompt is a list of messages."""
     turn = rewards.assistant_turn(row.prompt, text)
     action = rewards.parse_action(turn, len(row.rewards)) if row.rewards else None
-    decoded = plain if isinstance(row.given, str) else [{"role": "assistant", "content": plain}]
+    decoded = plain if isinstance(row.trl_prompt, str) else [{"role": "assistant", "content": plain}]
     return Completion(row, text, action, tokens, truncated, decoded)
 
 
@@ -129,22 +129,23 @@ def read_completions(
     A completion is truncated if its last token is neither in `stops` nor padding: TRL's rule for its clipped ratio."""
     ends = {*stops, tokenizer.pad_token_id}
     ids_lists = [list(ids) for ids in completion_ids]
-    texts, plain = (tokenizer.batch_decode(ids_lists, skip_special_tokens=skipped) for skipped in (False, True))
+    texts, plain_texts = (tokenizer.batch_decode(ids_lists, skip_special_tokens=skipped) for skipped in (False, True))
     return [
-        read_completion(row, text, bare, len(ids), ids[-1] not in ends)
-        for row, text, bare, ids in zip(rows, texts, plain, completion_ids, strict=True)
+        read_completion(row, text, plain, len(ids), ids[-1] not in ends)
+        for row, text, plain, ids in zip(rows, texts, plain_texts, completion_ids, strict=True)
     ]
 
 
-def checked_rewards(name: str, values: Any, count: int) -> list[float | None]:
-    """The `values` that function `name` returned for `count` completions. Raises RewardError if they are no rewards."""
+def validate_rewards(name: str, values: Any, count: int) -> list[float | None]:
+    """The `values` that function `name` returned for `count` completions, as a list. Raises RewardError for no
+    rewards."""
     returned = f"REWARDS: {name} returned"
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence):
         raise RewardError(f"{returned} {type(values).__name__}, not a list of numbers")
     if len(values) != count:
         raise RewardError(f"{returned} {len(values)} rewards for {count} completions")
-    numbers = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's
+    numbers = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's numbers
     for value in numbers:
         is_number = isinstance(value, (int, float)) and (value != value or abs(value) <= MOST_REWARD)
         if value is not None and not is_number:
@@ -158,34 +159,35 @@ def is_called_by_keyword(function: Callable[..., Any]) -> bool:
     TRL's, it gets the completions by position."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # built into Python, without a signature
+    except (TypeError, ValueError):  # A function built into Python may have no signature.
         return True
     positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return not positional or positional[0] in TRL_ARGUMENTS or "completions" in parameters
 
 
 def reward_callable(name: str, settings: Settings, title: str | None = None) -> Reward:
-    """A wrapper for a reward function, `async` or not, that `score` can call. It has the name `title` for the logs,
-    passes INVALID_REWARD and raises RewardError for any error.
+    """A wrapper for a reward function, `async` or not, that `score` can call. It is called `title` in the logs,
+    passes INVALID_REWARD on and raises RewardError for any error.
 
     A user's function is called by keyword as in TRL. The project's own functions, and a user's function whose first
     argument has a name that TRL does not use, get completions with special tokens as their first argument."""
-    function, is_users = load_reward(name), ":" in name
+    function, is_custom = load_reward(name), ":" in name
     options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
-    by_keyword = is_users and is_called_by_keyword(function)
+    by_keyword = is_custom and is_called_by_keyword(function)
 
     def reward(completions: list[Any], **columns: Any) -> list[float | None]:
         texts = completions if by_keyword else columns.get("raw_completions", completions)
-        arguments, count = columns | options, len(completions)  # A function may change the list.
+        # The count is taken before the call, because a function may change the list.
+        arguments, count = columns | options, len(completions)
         try:
             values = function(completions=texts, **arguments) if by_keyword else function(texts, **arguments)
             values = asyncio.run(values) if inspect.iscoroutine(values) else values
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit too: it would end the run as if it were complete
-            place = error_place(error, name.partition(":")[0]) if is_users else ""
-            raise RewardError(f"REWARDS: {name} raised {format_exception(error)}{place}") from error
-        return checked_rewards(name, values, count)
+            location = error_location(error, name.partition(":")[0]) if is_custom else ""
+            raise RewardError(f"REWARDS: {name} raised {format_exception(error)}{location}") from error
+        return validate_rewards(name, values, count)
 
     reward.__name__ = title or name.rpartition(":")[2]
     return reward
@@ -214,13 +216,13 @@ def load_rewards(specs: Sequence[tuple[str, float]], settings: Settings) -> list
     return [reward_callable(name, settings, title) for name, title in zip(names, reward_titles(names), strict=True)]
 
 
-def first_state(total_steps: int) -> types.SimpleNamespace:
+def initial_trainer_state(total_steps: int) -> types.SimpleNamespace:
     """A stand-in for transformers' TrainerState before the first step, for calls without a trainer."""
     return types.SimpleNamespace(epoch=0, global_step=0, max_steps=total_steps, log_history=[])
 
 
 def log_nothing(name: str, value: Any) -> None:
-    """Stands in for TRL's `log_extra` and `log_metric` outside of training."""
+    """Takes the place of TRL's `log_extra` and `log_metric` outside of training."""
 
 
 def score(
@@ -235,7 +237,8 @@ def score(
     """Call each function once, with TRL's arguments. Returns the rewards by completion and function (N, F), NaN for
     None.
 
-    `ids` are the completions' tokens. `columns` are the names of all columns; a row that lacks one has None there.
+    `ids` are the completions' tokens. `columns` are the names of all columns; for one that a row lacks, functions get
+    None.
     """
     cells = [reward_columns(completion.row) for completion in completions]
     turns = [completion.turn for completion in completions]
@@ -244,7 +247,7 @@ def score(
         """Fresh copies of the arguments, so that a function that changes them in place does not affect the next one.
         Token ids are copied as lists of numbers, because `deepcopy` is too slow for them."""
         shared = {name: [row.get(name) for row in cells] for name in columns}
-        shared["prompts"] = [completion.row.given for completion in completions]
+        shared["prompts"] = [completion.row.trl_prompt for completion in completions]
         shared["completions"] = [completion.decoded for completion in completions]
         return copy.deepcopy(shared) | {
             "completion_ids": [list(tokens) for tokens in ids],

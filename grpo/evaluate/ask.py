@@ -37,8 +37,8 @@ def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -
         return read_csv(options.csv, problems, options.system or system, rewards=False)
     prompt = EXAMPLE if options.prompt is None else options.prompt
     columns = {"prompt": prompt, "system": options.system}
-    messages, given = read_messages("PROMPT", columns, system, problems)
-    return [Row("PROMPT", 1, messages, (), columns, given=given)]
+    messages, trl_prompt = read_messages("PROMPT", columns, system, problems)
+    return [Row("PROMPT", 1, messages, (), columns, trl_prompt=trl_prompt)]
 
 
 def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row]]:

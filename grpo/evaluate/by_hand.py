@@ -11,7 +11,7 @@ from pathlib import Path
 from grpo.data.files import label, read_rows
 from grpo.data.prompts import render_rows
 from grpo.data.reward_checks import check_heldout, check_rewards
-from grpo.data.scoring import first_state, load_rewards
+from grpo.data.scoring import initial_trainer_state, load_rewards
 from grpo.evaluate.adapter import check_model, load_run_settings
 from grpo.evaluate.heldout import HeldoutEvaluation, new_results
 from grpo.evaluate.models import start_model
@@ -119,7 +119,7 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     model = start_model(s, files, options.run, machine, use_vllm, prompts)
     functions = load_rewards(specs, s)
     names, weights = [function.__name__ for function in functions], [weight for _, weight in specs]
-    evaluation = HeldoutEvaluation(model, rows, exact, names, functions, weights, first_state(s.TOTAL_STEPS))
+    evaluation = HeldoutEvaluation(model, rows, exact, names, functions, weights, initial_trainer_state(s.TOTAL_STEPS))
     evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in requested_models(options)])
     write_named(path, json.dumps(results, indent=1) + "\n")
     return evaluation_table(results), path

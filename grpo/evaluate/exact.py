@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
-from grpo.model.attention import attention_of
+from grpo.model.attention import using_attention
 from grpo.model.load import evaluating
 from grpo.phases import with_progress
 
@@ -35,7 +35,7 @@ def answer_probabilities(
         model = copy.deepcopy(model).float()
     probabilities, order = np.zeros((len(rows), actions)), sorted(range(len(rows)), key=lambda n: len(rows[n]))
     size = max(1, BATCH_TOKENS // (max(map(len, rows)) + sum(map(len, answers))))
-    with evaluating(model), attention_of(model, "eager"):
+    with evaluating(model), using_attention(model, "eager"):
         for start in with_progress("", range(0, len(order), size), "prompt", len(order), size):
             batch = order[start : start + size]
             logps = answer_logps(model, [rows[n] for n in batch], answers, temperature)

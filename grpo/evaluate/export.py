@@ -19,7 +19,7 @@ from grpo.model.experts import dequantize_mxfp4
 from grpo.plan.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
 from grpo.plan.targets import checkpoint_name
 from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
-from grpo.rollout.weight_sync import gained_along, share_of
+from grpo.rollout.weight_sync import update_products, update_share
 from grpo.run.durable import sync_files, write_text
 from grpo.run.layout import ADAPTER
 from grpo.settings import InputError, Problems, Settings
@@ -62,7 +62,7 @@ class Merged:
         for matrix, own_a, own_b in zip(matrices, every_a, every_b, strict=True):
             wide = matrix.float()
             matrix.copy_(torch.addmm(wide, own_b, own_a))
-            self.sums.append(gained_along(own_a, own_b, matrix.float() - wide))
+            self.sums.append(update_products(own_a, own_b, matrix.float() - wide))
         self.elements += weight.numel()
         return weight
 
@@ -84,7 +84,7 @@ class Merged:
     def share(self) -> float | None:
         """The share of the adapter's update that survived rounding in the tensors merged until now; None if the adapter
         is zero."""
-        share = share_of(self.sums, self.elements)
+        share = update_share(self.sums, self.elements)
         return share[0] if share else None
 
 

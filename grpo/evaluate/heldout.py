@@ -12,7 +12,7 @@ from typing import Any
 import rewards
 from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.heldout import date_of
-from grpo.data.reward_checks import FINAL, GARBAGE, tried_text
+from grpo.data.reward_checks import ANSWER_TURN, GARBAGE, completion_text
 from grpo.data.scoring import Completion, Reward, completion_rates, read_completions, score, total
 from grpo.evaluate.models import EvaluatedModel, TrainedModel
 from grpo.evaluate.tables import evaluation_table
@@ -105,9 +105,9 @@ class HeldoutEvaluation:
         """The expected reward of each function, (N, 1, F), if the answers `[k]` have the probabilities `shares` (N, K)
         and the remainder to 1 is an answer without an action."""
         answers = [
-            (row, tried_text(row.prompt, text))
+            (row, completion_text(row.prompt, text))
             for row in self.rows
-            for text in (GARBAGE[0], *(FINAL.format(f"[{k}]") for k in range(len(row.rewards))))
+            for text in (GARBAGE[0], *(ANSWER_TURN.format(f"[{k}]") for k in range(len(row.rewards))))
         ]
         ids = self.model.tokenizer(text=[text for _, text in answers])["input_ids"]
         scores: Iterator[list[float]] = iter(self.score_completions([row for row, _ in answers], ids)[1])

@@ -23,14 +23,14 @@ from grpo.evaluate.exact import BATCH_TOKENS, answer_probabilities
 from grpo.learn.expected_reward import action_tokens
 from grpo.learn.trainer import Trainer
 from grpo.model.expert_lora import experts_wrapped
-from grpo.model.load import in_working_type, load_generation_config, load_model, load_tokenizer
+from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer
 from grpo.plan.hub import ModelFiles, fetch_weights
 from grpo.plan.machine import Machine
 from grpo.plan.memory import plan_engine
 from grpo.preflight.adapter import CONFIG, on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
 from grpo.rollout.decode import shared_prefill
-from grpo.rollout.direct import choose_tokens, completions_of
+from grpo.rollout.direct import choose_tokens, close_answers
 from grpo.rollout.engine import EngineError, start_engine
 from grpo.settings import InputError, Settings
 
@@ -91,7 +91,7 @@ class TrainedModel(EvaluatedModel):
 
     def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
         prompt_ids = self.trainer._tokenize_prompts(prompts)[0]
-        return self.trainer.answers(prompt_ids, samples, base, step, temperature)
+        return self.trainer.generate_answers(prompt_ids, samples, base, step, temperature)
 
 
 class TransformersModel(EvaluatedModel):
@@ -108,7 +108,7 @@ class TransformersModel(EvaluatedModel):
     ):
         self.settings, self.tokenizer = settings, load_tokenizer(model_path)
         experts = "bf16" if settings.EXPERTS in ("bf16", None) else "mxfp4"  # `shared` and `paged` need an engine
-        self.network = in_working_type(load_model(model_path, config, attention, experts)).eval()
+        self.network = in_compute_dtype(load_model(model_path, config, attention, experts)).eval()
         self.stops = stop_tokens(self.network.generation_config.eos_token_id, self.tokenizer)
         if adapter is not None:
             with experts_wrapped(self.network):
@@ -131,7 +131,7 @@ class TransformersModel(EvaluatedModel):
             with self.adapter_disabled(base):
                 prompt_ids = self.tokenizer(text=prompts)["input_ids"]
                 tokens, _ = self.choose_answers(prompt_ids, temperature=temperature, actions=[])
-            return completions_of(tokens, self.tokenizer)
+            return close_answers(tokens, self.tokenizer)
         model: Any = self.policy or self.network  # PeftModel forwards `generate`, but its type does not say so
         with self.adapter_disabled(base), shared_prefill(self.network):
             for start in range(0, len(prompts), chunk):

@@ -17,7 +17,7 @@ from grpo.settings import Settings
 
 @dataclass
 class RunContext:
-    """The settings, rows and choices of a run, and its state that changes while it goes on."""
+    """The settings, rows and choices of a run, and the state that changes during it."""
 
     settings: Settings
     rows: list[Row]

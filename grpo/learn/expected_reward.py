@@ -29,14 +29,16 @@ EPSILON = 1e-4  # TRL adds it to the deviation that it divides by.
 class AnswerRewards:
     """Where one completion names its action, and what each action would earn there, as numbers that JSON can carry.
 
-    A completion that is learned from as it was sampled has no column and no actions, and its sampled reward as `base`.
+    A completion that is learned from as it was sampled has no position and no actions, and `base_reward` is what it
+    earned.
     """
 
-    base: float  # reward of an unreadable answer and of `others`; NaN where every function left the completion out
-    column: int = -1  # place of the answer's token in the completion
+    # That of an unreadable answer, plus `other_reward`; NaN if every function left the completion out.
+    base_reward: float
+    position: int = -1  # of the answer's token in the completion
     tokens: Sequence[int] = ()  # (K,): the token that names each action
     gains: Sequence[float] = ()  # (K,): weighted reward of each action beyond that of an unreadable answer
-    others: float = 0.0  # weighted sampled reward of the functions that are not looked up
+    other_reward: float = 0.0  # weighted sampled reward of the functions that are not looked up
     surplus: float = 0.0  # sampled reward of the looked-up functions beyond that of the answered action
 
 
@@ -45,23 +47,23 @@ class StepRewards:
     """The AnswerRewards of a step's B completions as tensors. Rows with fewer than K actions are filled up with gains
     of 0, and so is every completion that is learned from as it was sampled: no formula below needs a mask for them."""
 
-    column: Tensor  # (B,) int64, -1 where the completion is learned from as it was sampled
+    position: Tensor  # (B,) int64, -1 where the completion is learned from as it was sampled
     tokens: Tensor  # (B, K) int64
     gains: Tensor  # (B, K)
-    base: Tensor  # (B,)
-    others: Tensor  # (B,)
+    base_reward: Tensor  # (B,)
+    other_reward: Tensor  # (B,)
     surplus: Tensor  # (B,)
 
     @classmethod
     def stack(cls, answers: Sequence[AnswerRewards], device: torch.device | str) -> StepRewards:
-        """The tensors of a step's completions."""
+        """Stacks the AnswerRewards of a step's completions, padded to the largest number of actions."""
         width = max(1, *(len(answer.tokens) for answer in answers))
 
         def stacked(name: str) -> Tensor:
             values = [getattr(answer, name) for answer in answers]
             if name in ("tokens", "gains"):
                 values = [[*row, *[0] * (width - len(row))] for row in values]
-            dtype = torch.int64 if name in ("column", "tokens") else torch.float32
+            dtype = torch.int64 if name in ("position", "tokens") else torch.float32
             return torch.tensor(values, dtype=dtype, device=device)
 
         return cls(**{field.name: stacked(field.name) for field in fields(cls)})
@@ -73,12 +75,12 @@ class StepRewards:
     @property
     def is_expected(self) -> Tensor:
         """(B,) bool: which completions learn from their expected reward."""
-        return self.column >= 0
+        return self.position >= 0
 
 
 @functools.cache
 def action_tokens(tokenizer: PreTrainedTokenizerBase, actions: int) -> list[int]:
-    """The token that names each of so many actions in `[k]`; empty where a name takes several tokens, or changes the
+    """The token that names each of so many actions in `[k]`; empty if a name takes several tokens or changes the
     tokens around it."""
     texts = [f"{ANSWER_BEFORE}{k}{ANSWER_AFTER}" for k in range(actions)]
     answers = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
@@ -89,24 +91,25 @@ def action_tokens(tokenizer: PreTrainedTokenizerBase, actions: int) -> list[int]
 
 
 def expected_rewards(answers: StepRewards, probabilities: Tensor) -> Tensor:
-    """V (B,) of each completion, given the probabilities (B, K) of the actions; the sampled reward of one that has no
-    answer's token. NaN where every function left the completion out. Differentiable."""
-    return answers.base + (probabilities * answers.gains).sum(-1)
+    """V (B,) of each completion, given the probabilities (B, K) of the actions; the sampled reward of a completion
+    that no token decides. NaN if every function left the completion out. Differentiable."""
+    return answers.base_reward + (probabilities * answers.gains).sum(-1)
 
 
 def mean_and_scale(
     answers: StepRewards, probabilities: Tensor, group: int, scale_rewards: str
 ) -> tuple[Tensor, Tensor]:
-    """(mean of V over each completion's `group`, the scale by which its advantage is divided), both (B,).
+    """(mean of V over each completion's group, the scale by which its advantage is divided), both (B,). A `group` is so
+    many consecutive completions.
 
-    The deviation is that of the mixture of all actions, not of V: V of equal prefixes is equal, and to divide by its
-    own deviation would amplify rounding.
+    The deviation is that of the mixture of all actions, not of V: equal prefixes have equal V, and dividing by
+    the deviation of V would amplify rounding.
     """
     values = expected_rewards(answers, probabilities)
     mean = values.view(-1, group).nanmean(1).repeat_interleave(group)
     if scale_rewards == "none":
         return mean, torch.ones_like(mean)
-    invalid = (answers.base - mean)[:, None]
+    invalid = (answers.base_reward - mean)[:, None]
     of_actions = (invalid + answers.gains).square() - invalid.square()  # 0 without a gain
     variance = invalid[:, 0].square() + (probabilities * of_actions).sum(-1)
     if scale_rewards == "batch":
@@ -121,16 +124,16 @@ def token_advantages(
 ) -> Tensor:
     """Advantage (B, `width`) of each token of the completions, without the gradient of V at the answer's token.
 
-    Before that token it is the advantage of V. At it and behind it only the sampled rewards of the functions that are
-    not looked up count, and behind it what the looked-up ones gave beyond the answered action's reward. A completion
-    without an answer's token has the advantage of its sampled reward throughout. `sampled` (B,): the advantages of the
-    sampled rewards, which groups without any answer's token keep.
+    Before that token it is the advantage of V. From that token on only the sampled rewards of functions that are not
+    looked up count, and behind it also what the looked-up functions gave beyond the answered action's reward. A
+    completion without an answer's token has the advantage of its sampled reward throughout. `sampled` (B,) are the
+    advantages of the sampled rewards, which groups without any answer's token keep.
     """
-    group_rewards = answers.others.masked_fill(values.isnan(), torch.nan).view(-1, group)
-    others = answers.others - group_rewards.nanmean(1).repeat_interleave(group)
-    place = torch.arange(width, device=values.device) - answers.column[:, None]  # 0 at the answer's token
-    behind = others[:, None] + answers.surplus[:, None] * (place > 0)
+    group_rewards = answers.other_reward.masked_fill(values.isnan(), torch.nan).view(-1, group)
+    others = answers.other_reward - group_rewards.nanmean(1).repeat_interleave(group)
+    offset = torch.arange(width, device=values.device) - answers.position[:, None]  # 0 at the answer's token
+    behind = others[:, None] + answers.surplus[:, None] * (offset > 0)
     before = (values - mean)[:, None].expand(-1, width)
-    advantages = torch.where((place >= 0) & answers.is_expected[:, None], behind, before) / scale[:, None]
+    advantages = torch.where((offset >= 0) & answers.is_expected[:, None], behind, before) / scale[:, None]
     some_expected = answers.is_expected.view(-1, group).any(1).repeat_interleave(group)
     return torch.where(some_expected[:, None], advantages.nan_to_num(nan=0.0), sampled[:, None])

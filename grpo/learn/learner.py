@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a scored batch to gradients: the loss of TRL's GRPOTrainer over few dense micro-batches."""
+"""Computes the gradients of a scored batch: the loss of TRL's GRPOTrainer, over few dense micro-batches."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 
 from grpo.learn.context import RunContext
+from grpo.learn.distributed import adapter_gradients, sum_over_ranks
 from grpo.learn.expected_reward import StepRewards, expected_rewards, mean_and_scale, token_advantages
-from grpo.learn.together import gradients_of, sum_over_ranks
 from grpo.model.attention import KERNELS, hidden_states
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.phases import LINE_S, with_progress
 from grpo.plan.memory import HEAD_TILE, micro_batch_tokens
 
-Batch = dict[str, Tensor]  # The tensors that TRL makes of a step, or some rows of them.
+Batch = dict[str, Tensor]  # The tensors that TRL makes of a step, or of some of its completions.
 
 
 def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, limit: float) -> Tensor:
@@ -39,9 +39,9 @@ def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, li
 class Learner(GRPOTrainer):
     """The part of the trainer that learns from a rollout; `Trainer` adds the rollouts, rewards and logs.
 
-    The loss is Liger's, and however the step is cut, loss and gradient are those of the whole batch. Nothing is
-    computed twice: a prompt once for its completions, no padding, and no pass for old log-probs, as there is one
-    optimizer step a rollout: they are the current ones.
+    The loss is Liger's. Loss and gradient are those of the whole batch, however it is cut into micro-batches. Nothing
+    is computed in vain: each prompt is computed once for all its completions, there is no padding, and old log-probs
+    need no pass of their own, because with one optimizer step a rollout they equal the current ones.
     """
 
     run: RunContext
@@ -50,15 +50,15 @@ class Learner(GRPOTrainer):
     args: GRPOConfig
     # With DIRECT_ANSWERS, the probabilities (B, K) of the actions, as computed when a step's answers were chosen; zeros
     # in the rows of other ranks.
-    chosen_by: Tensor | None = None
+    choice_probabilities: Tensor | None = None
 
     def learn(self, model: torch.nn.Module, batch: Batch, answers: StepRewards | None = None) -> Tensor:
         """Computes the gradients of the loss of `batch`, on each rank for its own prompts, and sums them over ranks.
         Returns the loss, a scalar.
 
         `batch` holds `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,), and where they are
-        known `sampling_per_token_logps` and `ref_per_token_logps` (B, C). `answers` are the rewards of all actions,
-        with EXPECTED_REWARD.
+        known `sampling_per_token_logps` and `ref_per_token_logps` (B, C). `answers` are the rewards of all actions;
+        None without EXPECTED_REWARD.
         """
         s, base, mask = self.run.settings, self.base_model_of(model), batch["completion_mask"]
         means = slopes = torch.zeros(len(mask), device=mask.device)
@@ -81,7 +81,7 @@ class Learner(GRPOTrainer):
             if sampled is not None and s.IS_CORRECTION != "none":
                 ratio = importance_ratio(policy, sampled, mask[rows], s.IS_CORRECTION, s.IS_CLIP_MAX)
                 micro_batch["importance_sampling_ratio"], ratios[rows] = ratio, ratio.expand_as(policy)
-            loss, metrics = self.liger_loss(micro_batch, batch, token_logps, entropy)
+            loss, metrics = self.micro_batch_loss(micro_batch, batch, token_logps, entropy)
             if answers is not None and len(packed.targets):
                 row_answers = answers[rows]
                 probabilities = self.action_probabilities(base, leaf, packed, row_answers, mask[rows])
@@ -92,7 +92,7 @@ class Learner(GRPOTrainer):
             total += loss.detach()
             sums.update(metrics)
         if self.run.ranks.size > 1:
-            sum_over_ranks(self.run.ranks, [*gradients_of(model), total, logps, ratios])
+            sum_over_ranks(self.run.ranks, [*adapter_gradients(model), total, logps, ratios])
             sums_of_ranks, sums = self.run.ranks.share(sums), collections.Counter()
             for rank_sums in sums_of_ranks:
                 sums.update(rank_sums)
@@ -100,7 +100,7 @@ class Learner(GRPOTrainer):
         return total
 
     def base_model_of(self, model: torch.nn.Module) -> PreTrainedModel:
-        """The gpt-oss inside of PEFT's and accelerate's wrappers."""
+        """The gpt-oss inside PEFT's and accelerate's wrappers."""
         return self.accelerator.unwrap_model(model).get_base_model()
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, PackedBatch]]:
@@ -136,18 +136,18 @@ class Learner(GRPOTrainer):
     def with_expected_rewards(
         self, base: PreTrainedModel, batch: Batch, answers: StepRewards
     ) -> tuple[Batch, Tensor, Tensor]:
-        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)). The loss gets another term, -slope *
-        (V - mean) of each completion."""
+        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)). With the latter two, the caller adds
+        the term -slope * (V - mean) of each completion to the loss."""
         mask, group = batch["completion_mask"], self.run.settings.NUM_GENERATIONS
-        if self.chosen_by is None:
+        if self.choice_probabilities is None:
             probabilities = self.probabilities_of_step(base, batch, answers)
         else:
-            probabilities = self.chosen_by[:, : answers.tokens.size(1)].clone()
+            probabilities = self.choice_probabilities[:, : answers.tokens.size(1)].clone()
         sum_over_ranks(self.run.ranks, [probabilities])
         values = expected_rewards(answers, probabilities)
         means, scale = mean_and_scale(answers, probabilities, group, self.scale_rewards)
         advantages = token_advantages(answers, values, means, scale, batch["advantages"], group, mask.size(1))
-        weights = self.token_weights(batch).gather(1, answers.column.clamp(min=0)[:, None])[:, 0]
+        weights = self.token_weights(batch).gather(1, answers.position.clamp(min=0)[:, None])[:, 0]
         return batch | {"advantages": advantages}, means, (weights / scale).masked_fill(~answers.is_expected, 0.0)
 
     def probabilities_of_step(self, base: PreTrainedModel, batch: Batch, answers: StepRewards) -> Tensor:
@@ -156,7 +156,7 @@ class Learner(GRPOTrainer):
         micro-batch learns."""
         mask = batch["completion_mask"]
         probabilities = torch.zeros(answers.tokens.shape, device=mask.device)
-        until_answer = torch.arange(mask.size(1), device=mask.device) <= answers.column[:, None]
+        until_answer = torch.arange(mask.size(1), device=mask.device) <= answers.position[:, None]
         cut = batch | {"completion_mask": mask * until_answer}
         with torch.no_grad(), evaluating(base):
             micro_batches = self.micro_batches(cut)
@@ -172,9 +172,9 @@ class Learner(GRPOTrainer):
     ) -> Tensor:
         """Probabilities (b, K) of the actions at the answers' tokens, after TEMPERATURE, from the `states` (N, hidden)
         that predict the completion tokens of b completions with `mask` (b, C). For a completion without such a token
-        they are those at any place, which does no harm: its gains are 0."""
+        they are those after another token, which does no harm because its gains are 0."""
         indices = padded_like(mask, packed, torch.arange(len(states), device=states.device))
-        answer_index = indices.gather(1, answers.column.clamp(min=0)[:, None])[:, 0]
+        answer_index = indices.gather(1, answers.position.clamp(min=0)[:, None])[:, 0]
         actions = answers.tokens.size(1)
         answer_states = states[answer_index].repeat_interleave(actions, 0)
         with self.accelerator.autocast():
@@ -187,10 +187,10 @@ class Learner(GRPOTrainer):
         mask = batch["completion_mask"]
         logps = torch.zeros(mask.shape, device=mask.device, requires_grad=True)
         advantage_of_1 = {"completion_mask": mask, "advantages": torch.ones(len(mask), device=mask.device)}
-        return -torch.autograd.grad(self.liger(advantage_of_1, batch, logps)[0], logps)[0]
+        return -torch.autograd.grad(self.liger_loss(advantage_of_1, batch, logps)[0], logps)[0]
 
-    def liger(self, micro_batch: Batch, batch: Batch, logps: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Liger's loss, as LOSS_TYPE names it, of a `micro_batch` of `batch` with log-probs (b, C), and its metrics.
+    def liger_loss(self, micro_batch: Batch, batch: Batch, logps: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Liger's loss of LOSS_TYPE, of a `micro_batch` of `batch` with log-probs (b, C), and its metrics.
         Where `advantages` are (b, C) instead of (b,), completions become sequences of shape (b, 1, C), as Liger spreads
         advantages over the last dimension."""
         names = ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio")
@@ -219,12 +219,12 @@ class Learner(GRPOTrainer):
             num_items_in_batch=batch["num_items_in_batch"],
         )
 
-    def liger_loss(
+    def micro_batch_loss(
         self, micro_batch: Batch, batch: Batch, logps: Tensor, entropy: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """What a `micro_batch` adds to the loss of `batch`, from log-probs and entropies (b, C), and sums for the
-        logs."""
-        loss, metrics = self.liger(micro_batch, batch, logps)
+        """The part of the loss of `batch` that a `micro_batch` contributes, from log-probs and entropies (b, C), and
+        its summands of the logged metrics."""
+        loss, metrics = self.liger_loss(micro_batch, batch, logps)
         names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
         sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}
         return loss, sums | {"entropy": (entropy.detach().sum() / batch["completion_mask"].sum()).item()}

@@ -9,13 +9,14 @@ from typing import Any
 from grpo.run.layout import run_folder
 from grpo.settings import Settings, split_commas
 
-# Both configs know these settings by the same names; GRPOConfig knows the others of SHARED too.
-OF_TRAINING = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")
-SHARED = (*OF_TRAINING, "TEMPERATURE", "TOP_P", "BETA", "LOSS_TYPE", "EPSILON", "SAVE_STEPS")
+# Settings that GRPOConfig and SFTConfig have under the same names; those that GRPOConfig has.
+TRAINING_SETTINGS = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")
+GRPO_SETTINGS = (*TRAINING_SETTINGS, "TEMPERATURE", "TOP_P", "BETA", "LOSS_TYPE", "EPSILON", "SAVE_STEPS")
 
 
 def training_options(s: Settings, cuda: bool, shared: Sequence[str]) -> dict[str, Any]:
-    """Arguments that GRPOConfig and SFTConfig have in common; `shared` are settings of the same names."""
+    """Arguments that GRPOConfig and SFTConfig have in common; `shared` are the settings that are passed on as they
+    are."""
     return {
         **{name.lower(): getattr(s, name) for name in shared},
         "output_dir": str(run_folder(s)),
@@ -35,23 +36,23 @@ def training_options(s: Settings, cuda: bool, shared: Sequence[str]) -> dict[str
 def grpo_options(
     s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], scale_rewards: str, epsilon_high: float
 ) -> dict[str, Any]:
-    """Arguments of TRL's GRPOConfig for this run, given (name, weight) of its reward functions, how they are scaled,
+    """Arguments of TRL's GRPOConfig for this run, from (name, weight) of its reward functions, the scaling of rewards
     and the upper clip range."""
     trackers = [name for name in split_commas(s.REPORT_TO) if name != "none"]
     return {
-        **training_options(s, cuda, SHARED),
-        # TRL refuses groups of one, which direct answers are: the step counts as one group until `Trainer` puts the
-        # true size in its place.
+        **training_options(s, cuda, GRPO_SETTINGS),
+        # TRL refuses groups of one completion, which DIRECT_ANSWERS has: the whole step counts as a group until
+        # `Trainer` sets the true size.
         "num_generations": s.PROMPTS_PER_STEP if s.DIRECT_ANSWERS else s.NUM_GENERATIONS,
-        # TRL sees the step's completions as one batch; `Trainer.training_step` cuts it into micro-batches.
+        # TRL sees the step's completions as one batch; `Learner.micro_batches` cuts it.
         "per_device_train_batch_size": s.completions_per_step,
         "max_completion_length": s.MAX_COMPLETION_LEN,
         "epsilon_high": epsilon_high,
         "mask_truncated_completions": s.MASK_TRUNCATED,
         "reward_weights": [weight for _, weight in specs],
         "scale_rewards": scale_rewards,
-        # The engine is our own (grpo/rollout), and so is the correction for its log-probs: TRL's needs a whole forward
-        # pass before the loss (grpo/learn/trainer.py).
+        # The engine is our own (grpo/rollout), and so is the importance correction (`Learner.learn`): TRL's needs a
+        # whole forward pass before the loss.
         "use_vllm": False,
         "vllm_importance_sampling_correction": False,
         "logging_steps": 1,

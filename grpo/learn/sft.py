@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning: an adapter that has learned the rows' answers, for GRPO to start from."""
+"""Supervised fine-tuning: trains an adapter on the rows' answers, from which GRPO can start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from grpo.learn.options import OF_TRAINING, training_options
+from grpo.learn.options import TRAINING_SETTINGS, training_options
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import load_adapter, load_base, load_tokenizer
 from grpo.preflight.adapter import lora_options
@@ -28,14 +28,14 @@ from grpo.run.layout import ADAPTER
 from grpo.settings import Settings
 
 UNFINISHED = "adapter.tmp"  # The folder in OUTPUT_DIR that the adapter is written to.
-LINES = 10  # The number of lines that the training prints.
+LOG_LINES = 10  # The training prints about so many lines.
 
 
-def tokenized(
+def tokenize_pairs(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], answers: Sequence[str | None]
 ) -> dict[str, list[list[int]]]:
     """`input_ids` and `labels` of every row that has an answer. The label of each token of the prompt is -100, which
-    the loss leaves out. Prompt and answer are tokenized by themselves, as prompt and completion of a rollout are."""
+    the loss leaves out. Prompt and answer are tokenized separately, like prompt and completion of a rollout."""
     pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if answer]
     prompt_ids, answer_ids = (tokenizer(text=list(texts))["input_ids"] for texts in zip(*pairs, strict=True))
     rows = list(zip(prompt_ids, answer_ids, strict=True))
@@ -49,11 +49,11 @@ def sft_options(s: Settings, cuda: bool, rows: int) -> dict[str, Any]:
     """Arguments of TRL's SFTConfig. A micro-batch has at most `rows` rows, and a step PROMPTS_PER_STEP."""
     rows = max(n for n in range(1, min(rows, s.PROMPTS_PER_STEP) + 1) if s.PROMPTS_PER_STEP % n == 0)
     return {
-        **training_options(s, cuda, OF_TRAINING),
+        **training_options(s, cuda, TRAINING_SETTINGS),
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": s.PROMPTS_PER_STEP // rows,
         "max_length": None,  # Nothing needs to be cut: the preflight has measured the prompts.
-        "logging_steps": max(1, s.TOTAL_STEPS // LINES),
+        "logging_steps": max(1, s.TOTAL_STEPS // LOG_LINES),
         "save_strategy": "no",
         "report_to": "none",
     }
@@ -61,7 +61,7 @@ def sft_options(s: Settings, cuda: bool, rows: int) -> dict[str, Any]:
 
 def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
     """Train an adapter on the `answers` to `resolved.rows` (None: the row is left out), and write it to OUTPUT_DIR with
-    its tokenizer, card and settings.json; returns the folder.
+    its tokenizer, model card and settings.json; returns the folder.
 
     Raises ValueError where the model cannot be loaded. OUTPUT_DIR changes only after training.
     """
@@ -76,7 +76,7 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
         trainer = SFTTrainer(
             model,
             SFTConfig(**options),
-            train_dataset=Dataset.from_dict(tokenized(tokenizer, [row.prompt for row in resolved.rows], answers)),
+            train_dataset=Dataset.from_dict(tokenize_pairs(tokenizer, [row.prompt for row in resolved.rows], answers)),
             processing_class=tokenizer,
             peft_config=LoraConfig(**lora_options(s)),
         )
@@ -92,12 +92,12 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
     # PEFT's own card would name the path of the base model's files, and PEFT has no hook for another text.
     policy.create_or_update_model_card = write_model_card  # type: ignore[method-assign]
     unfinished = folder / UNFINISHED
-    shutil.rmtree(unfinished, ignore_errors=True)  # A start that was killed may have left one.
+    shutil.rmtree(unfinished, ignore_errors=True)  # A killed process may have left one.
     policy.save_pretrained(str(unfinished))
     tokenizer.save_pretrained(str(unfinished))
-    last = folder / f"{ADAPTER}.tmp"
+    adapter = folder / f"{ADAPTER}.tmp"
     for path in sync_files(unfinished):
-        os.replace(path, last if path.name == ADAPTER else folder / path.name)
+        os.replace(path, adapter if path.name == ADAPTER else folder / path.name)
     unfinished.rmdir()
-    os.replace(last, folder / ADAPTER)  # This comes last: with it the folder is whole.
+    os.replace(adapter, folder / ADAPTER)  # Last, because a folder with this file counts as complete.
     return folder

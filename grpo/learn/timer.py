@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step and its parts take, and whether it is the last step."""
+"""Measures the duration of each step and its parts, and ends training when a signal asks for it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from grpo.run.ending import StopRequest
 
 
 class StepTimerCallback(TrainerCallback):
-    """Times each step and its parts, and ends training after a checkpoint when a signal asks the run to end.
+    """Times each step and its parts. After a signal it saves a checkpoint and ends training.
 
-    `sync_signal` takes the signal of this process and the model, and returns the signal of any process.
+    `sync_signal(signal of this process, model)` returns the signal that any process of the run received, 0 without one.
     """
 
     def __init__(self, stop: StopRequest, sync_signal: Callable[[int, torch.nn.Module], int]):
         self.stop, self.sync_signal = stop, sync_signal
-        self.parts = {"rollout": 0.0, "reward": 0.0}  # Seconds of this step by its parts.
+        self.parts = {"rollout": 0.0, "reward": 0.0}  # Seconds of each part of this step.
         self.started = self.seconds = 0.0
         self.used_gib = 0.0  # The highest use of the GPU that was read in this step.
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Adds the time that the block takes to a part of the step."""
+        """Adds the time that the block takes to the part `name` of the step."""
         started = time.perf_counter()
         yield
         self.parts[name] += time.perf_counter() - started
@@ -43,7 +43,7 @@ class StepTimerCallback(TrainerCallback):
         }
 
     def on_train_begin(self, args, state, control, **kwargs):
-        state.save_steps = args.save_steps  # The Trainer would ignore that a resumed run changes SAVE_STEPS.
+        state.save_steps = args.save_steps  # transformers would keep the SAVE_STEPS of the run that is resumed.
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.parts = dict.fromkeys(self.parts, 0.0)
@@ -54,7 +54,8 @@ class StepTimerCallback(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self.started
-        # torch keeps the memory of learning until the engine wakes, so this reads its peak.
+        # torch frees the blocks used by learning only when the engine wakes, so the current use is the peak of
+        # learning.
         self.used_gib = max(self.used_gib, gpu_used_gib())
         if signal := self.sync_signal(self.stop.signal, kwargs["model"]):
             self.stop.signal = signal

@@ -24,17 +24,17 @@ from grpo.data.prompts import prompt_order, sampling_seed
 from grpo.data.scoring import Reward, RewardError, read_completions, score
 from grpo.learn.answer_rewards import RewardLookup, expected_text
 from grpo.learn.context import RunContext
+from grpo.learn.distributed import sync_stop_signal
 from grpo.learn.expected_reward import AnswerRewards, StepRewards, action_tokens
 from grpo.learn.learner import Batch, Learner
 from grpo.learn.timer import StepTimerCallback
-from grpo.learn.together import sync_stop_signal
-from grpo.model.attention import attention_of
+from grpo.model.attention import using_attention
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
 from grpo.phases import LINE_S, Phase
 from grpo.plan.memory import micro_batch_tokens
 from grpo.rollout.decode import shared_prefill
-from grpo.rollout.direct import choose_tokens, completions_of
+from grpo.rollout.direct import choose_tokens, close_answers
 from grpo.run.archive import model_card
 from grpo.run.best import read_best, which_to_load
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
@@ -46,7 +46,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Generated = tuple[list[list[int]], list[list[float | None]] | None]
 
-# Columns of metrics.csv that are TRL's own figures, by TRL's names of them.
+# Columns of metrics.csv that hold TRL's own metrics -> TRL's names of these.
 TRL_FIGURES = {
     "reward": "reward",
     "reward_std": "reward_std",
@@ -63,10 +63,10 @@ TRL_FIGURES = {
 
 
 class Trainer(Learner):
-    """GRPO with this project's prompts, completions and rewards. Tests hold the signatures of TRL's methods that it
-    overrides.
+    """GRPO with this project's prompts, completions and rewards. Tests compare the signatures of the methods of TRL
+    that it overrides.
 
-    `measure` computes columns of metrics.csv every EVAL_STEPS steps; with None nothing is measured while it trains.
+    `measure` computes columns of metrics.csv every EVAL_STEPS steps; None measures nothing during training.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Trainer(Learner):
             self.actions = action_tokens(tokenizer, max(len(row.rewards) for row in run.rows))
             config.num_generations = s.NUM_GENERATIONS  # `grpo_options` says why the config has another number.
         self.step_rewards: StepRewards | None = None  # Rewards of the last completions, with EXPECTED_REWARD.
-        # Only the index travels through TRL: the columns are looked up where they are needed.
+        # TRL passes only the index of a row around; its columns are looked up where they are needed.
         dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
         with experts_wrapped(model):
             super().__init__(
@@ -110,31 +110,33 @@ class Trainer(Learner):
                 peft_config=lora,
                 callbacks=[self.timer],
             )
-        self.current_gradient_accumulation_steps = 1  # Losses read it before training, which sets it, has begun.
+        # transformers sets it when training begins, but losses are computed before that too.
+        self.current_gradient_accumulation_steps = 1
         self.remove_callback(PrinterCallback)  # training.log has a line for each step.
         weighted = zip(self.reward_func_names, weights, strict=True)
-        self.functions = ", ".join(f"{name} x {weight:g}" for name, weight in weighted)
+        self.reward_summary = ", ".join(f"{name} x {weight:g}" for name, weight in weighted)
         # PEFT writes README.md into every folder that the adapter is saved in, with the path of the base model's files,
         # and has no hook for another text.
         self.model.create_or_update_model_card = self.write_model_card  # type: ignore[method-assign, assignment]
 
     # TRL and transformers declare different arguments of this method.
     def create_model_card(self, *arguments: object, **options: object) -> None:
-        """TRL's card is not written: `write_model_card` takes the place of PEFT's, in the same file."""
+        """Writes nothing in place of TRL's model card: `write_model_card` writes that file instead of PEFT."""
 
     def write_model_card(self, folder: str | Path) -> None:
-        """Writes README.md of the adapter in `folder`. That of OUTPUT_DIR says which adapter to load."""
+        """Writes README.md of the adapter in `folder`; in OUTPUT_DIR it also says which adapter to load."""
         step, note = self.state.global_step, ""
         if Path(folder) == self.run.folder:
             note = which_to_load(read_best(self.run.folder), step)
-        write_text(Path(folder) / "README.md", model_card(self.run.settings, step, self.functions, note))
+        write_text(Path(folder) / "README.md", model_card(self.run.settings, step, self.reward_summary, note))
 
-    # `trial` is None: no run is part of a search.
+    # `trial` is None because no run is part of a hyperparameter search.
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:  # type: ignore[override]
-        """Saves on rank 0: the files of the checkpoint, then its manifest, and only then the oldest checkpoint goes.
+        """Saves on rank 0: the files of the checkpoint, then its manifest; then it deletes the oldest checkpoint.
 
         The oldest is that of the lowest step. transformers goes by modification times, and would delete a new
-        checkpoint where older ones are dated later. Another file is written before the manifest.
+        checkpoint where older ones are dated later. Any further file must be written before the manifest, which lists
+        all files.
         """
         if self.run_log is None:
             return
@@ -145,8 +147,8 @@ class Trainer(Learner):
         rotate_checkpoints(self.run.folder, self.run.settings.SAVE_TOTAL_LIMIT)
 
     def save_last_step(self) -> None:
-        """Saves a checkpoint of the last finished step, if there is none, for a run that ends before the next step has
-        learned: weights, optimizer and logs are still those of the finished step."""
+        """Saves a checkpoint of the last finished step if there is none yet. It is called when a run ends before the
+        next step has learned: weights, optimizer and logs are still those of the finished step."""
         step = self.state.global_step
         if step and not (self.run.folder / f"checkpoint-{step}").exists():
             self._save_checkpoint(self.model, None)
@@ -158,7 +160,7 @@ class Trainer(Learner):
         return [row for row in order for _ in range(s.NUM_GENERATIONS)]
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        """The rollout of a step, which TRL asks for."""
+        """Generates the rollout of a step; TRL calls this."""
         return self.generate(prompt_ids, num_generations, self.state.global_step)
 
     def generate(
@@ -185,9 +187,9 @@ class Trainer(Learner):
         logprobs: list[list[float | None]] | None = None
         with self.timer.part("rollout"):
             if run.settings.DIRECT_ANSWERS:
-                completion_ids = self.choose_own(prompt_ids, rank_rows, temperature)
+                completion_ids = self.choose_rank_answers(prompt_ids, rank_rows, temperature)
             elif run.engine is None:
-                completion_ids = self.generate_own(prompt_ids, num_generations, rank_rows, temperature)
+                completion_ids = self.generate_rank_completions(prompt_ids, num_generations, rank_rows, temperature)
             else:
                 logprobs = []
                 if rank_rows:
@@ -199,21 +201,25 @@ class Trainer(Learner):
         self.rollout_tokens = sum(map(len, completion_ids))
         return completion_ids, logprobs
 
-    def choose_own(self, prompt_ids: list[list[int]], rank_rows: range, temperature: float | None) -> list[list[int]]:
-        """Token ids of the completions of this rank's rows with DIRECT_ANSWERS. For a step (`temperature` None) the
-        probabilities of all actions are kept for learning, which needs them before its first backward pass."""
-        own = prompt_ids[rank_rows.start : rank_rows.stop]
-        tokens, probabilities = self.choose_answers(own, self.temperature if temperature is None else temperature)
+    def choose_rank_answers(
+        self, prompt_ids: list[list[int]], rank_rows: range, temperature: float | None
+    ) -> list[list[int]]:
+        """Token ids of the completions of this rank's rows with DIRECT_ANSWERS. For a rollout (`temperature` None) it
+        keeps the probabilities of all actions: learning needs them before its first backward pass."""
+        rank_prompts = prompt_ids[rank_rows.start : rank_rows.stop]
+        tokens, probabilities = self.choose_answers(
+            rank_prompts, self.temperature if temperature is None else temperature
+        )
         if temperature is None:
-            self.chosen_by = torch.zeros(len(prompt_ids), len(self.actions), device=tokens.device)
-            self.chosen_by[rank_rows.start : rank_rows.stop] = probabilities
-        return completions_of(tokens, self._tokenizer)
+            self.choice_probabilities = torch.zeros(len(prompt_ids), len(self.actions), device=tokens.device)
+            self.choice_probabilities[rank_rows.start : rank_rows.stop] = probabilities
+        return close_answers(tokens, self._tokenizer)
 
     def choose_answers(
         self, prompt_ids: Sequence[Sequence[int]], temperature: float, actions: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Calls `choose_tokens` for these prompts, all on this rank, with the learner's model and micro-batches.
-        Without `actions` all of the run's are possible."""
+        Without `actions` the probabilities are those of all actions of the run."""
         run, share = self.run, self.run.packing == "prefix"
         longest = max(map(len, prompt_ids), default=0)
         limit = micro_batch_tokens(run.settings, run.plan.micro_batch, longest, share)
@@ -221,14 +227,15 @@ class Trainer(Learner):
         with self.accelerator.autocast():
             return choose_tokens(base, prompt_ids, tokens, temperature, run.attention, limit, share)
 
-    def generate_own(
+    def generate_rank_completions(
         self, prompt_ids: list[list[int]], num_generations: int, rank_rows: range, temperature: float | None
     ) -> list[list[int]]:
-        """Token ids of the completions of this rank's rows, by transformers, GENERATION_BATCH at once."""
+        """Token ids of the completions of this rank's rows, generated by transformers; the ranks together generate
+        GENERATION_BATCH at once."""
         chunk_size = -(-self.run.plan.generation_batch // self.run.ranks.size)
         completion_ids: list[list[int]] = []
         with (
-            attention_of(self.model, "eager"),
+            using_attention(self.model, "eager"),
             evaluating(self.model),
             self.generating_at(temperature),
             shared_prefill(self.base_model_of(self.model)),
@@ -240,14 +247,14 @@ class Trainer(Learner):
                 phase.done = len(completion_ids)
         return completion_ids
 
-    def answers(
+    def generate_answers(
         self, prompt_ids: list[list[int]], samples: int, base: bool, step: int, temperature: float
     ) -> list[list[int]]:
         """Token ids of one completion for each prompt, for an evaluation. Each prompt stands `samples` times in
         `prompt_ids`.
 
-        They are generated as rollouts are, at `temperature` (0 is greedy), with the seed of `step`, and with `base`
-        without the adapter. Rank 0 calls this inside of `run_on_rank0`, and asks the others to do the same.
+        They are generated like rollouts, at `temperature` (0 is greedy), with the seed of `step`, and with `base`
+        without the adapter. Rank 0 calls this inside `run_on_rank0`, and makes the other ranks call it too.
         """
         if not self.run.ranks.rank:
             request = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
@@ -255,19 +262,19 @@ class Trainer(Learner):
         with evaluating(self.model), self.model.disable_adapter() if base else contextlib.nullcontext():
             return self.generate(prompt_ids, samples, step, "evaluation", temperature, base)[0]
 
-    def answer_rank0(self) -> None:
-        """On the other ranks: generates this rank's share of the answers that a function on rank 0 asks for, until that
-        function returns. Where the process of rank 0 ends instead, this raises RankLost with its exit code."""
+    def serve_rank0(self) -> None:
+        """On ranks other than 0, generates this rank's share of the answers that a function on rank 0 asks for, until
+        that function returns. Raises RankLost with its exit code if the process of rank 0 ends instead."""
         while request := self.run.ranks.broadcast():
-            self.answers(**request)
+            self.generate_answers(**request)
 
     def run_on_rank0(
         self, function: Callable[Arguments, Result], *arguments: Arguments.args, **options: Arguments.kwargs
     ) -> Result | None:
-        """Calls a function on rank 0 alone, which may ask for `answers`: all ranks generate them. Returns its result on
-        rank 0, None on the others."""
+        """Calls a function on rank 0 alone. It may call `generate_answers`, in which all ranks take part. Returns the
+        function's result on rank 0, None on the others."""
         if self.run.ranks.rank:
-            self.answer_rank0()
+            self.serve_rank0()
             return None
         result = function(*arguments, **options)
         self.run.ranks.broadcast()
@@ -275,12 +282,12 @@ class Trainer(Learner):
 
     @contextlib.contextmanager
     def generating_at(self, temperature: float | None) -> Iterator[None]:
-        """Lets transformers generate at another temperature than TEMPERATURE inside the block; 0 is greedy."""
+        """Lets transformers generate at `temperature` inside the block; 0 is greedy, None leaves TEMPERATURE."""
         before = self.generation_config, self.generation_kwargs
         if temperature is not None:
             changed = before[1] | {"do_sample": temperature > 0, "temperature": temperature or 1.0}
             if not temperature:
-                changed |= {"top_p": 1.0, "top_k": 50}  # Other values than these defaults are warned about.
+                changed |= {"top_p": 1.0, "top_k": 50}  # transformers warns of values other than these defaults.
             self.generation_config = GenerationConfig(**changed, disable_compile=True)
             self.generation_kwargs = changed
         try:
@@ -289,8 +296,8 @@ class Trainer(Learner):
             self.generation_config, self.generation_kwargs = before
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        """The rewards (B, F) by function. Rank 0 computes them, as a reward function may be random, or ask a judge. The
-        functions are called by `score`, as the checks before the run and the evaluations call them."""
+        """The rewards (B, F) by function. Rank 0 computes them for all, because a reward function may be random or ask
+        a judge. `score` calls the functions in the same way in checks and evaluations."""
         with self.timer.part("reward"):
             if self.run_log is None:
                 by_function, answers = self.run.ranks.broadcast()
@@ -298,8 +305,10 @@ class Trainer(Learner):
                 return torch.tensor(by_function, device=self.accelerator.device)
             rows = [self.run.rows[x["row"]] for x in inputs]
             step_completions = read_completions(self._tokenizer, self.eos_token_ids, rows, completion_ids_list)
-            logs = self._log_completion_extra, self._log_metric
-            scores = score(self.reward_funcs, step_completions, completion_ids_list, self.columns, self.state, *logs)
+            log_functions = self._log_completion_extra, self._log_metric
+            scores = score(
+                self.reward_funcs, step_completions, completion_ids_list, self.columns, self.state, *log_functions
+            )
             per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
@@ -318,8 +327,10 @@ class Trainer(Learner):
                 teaches |= torch.tensor(differing, device=teaches.device).view(groups.shape).any(1)
             zero_std = 1 - teaches.float().mean().item()
             step, by_function = self.state.global_step + 1, per_function.tolist()
-            share = sum(answer.column >= 0 for answer in answers) / len(answers) if answers else None
-            self.run_log.write_completions(step, step_completions, totals.tolist(), by_function, zero_std, share)
+            expected_share = sum(answer.position >= 0 for answer in answers) / len(answers) if answers else None
+            self.run_log.write_completions(
+                step, step_completions, totals.tolist(), by_function, zero_std, expected_share
+            )
             if answers and self._step == 0:
                 log.info("%s", expected_text(step_completions, answers))
             self.run.ranks.broadcast([by_function, [dataclasses.astuple(answer) for answer in answers]])
@@ -327,24 +338,25 @@ class Trainer(Learner):
         return per_function
 
     def set_step_rewards(self, answers: Sequence[AnswerRewards]) -> None:
-        """Keeps the AnswerRewards of a step until it learns: TRL has no place for them in its batch."""
+        """Keeps the AnswerRewards of a step for its learning, because TRL's batch has no place for them."""
         self.step_rewards = StepRewards.stack(answers, self.accelerator.device) if answers else None
 
-    # `inputs` are rows here, where transformers expects a batch of tensors.
+    # `inputs` are rows of the dataset; transformers expects a batch of tensors.
     def training_step(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Rollout, rewards, then forward and backward of each micro-batch. Returns the step's loss, a scalar."""
+        """Computes rollout and rewards, then forward and backward of each micro-batch. Returns the step's loss, a
+        scalar."""
         model.train()
-        # TRL's _prepare_inputs is left out. It shuffles completions, for steps that learn from some of them, by torch's
-        # own generator, whose state differs between ranks after a rollout by vLLM. Here each rank learns from its own
-        # prompts, whole groups.
+        # TRL's _prepare_inputs is not called. It shuffles completions by torch's generator, whose state differs between
+        # ranks after a rollout by vLLM. Each rank must learn from its own prompts, in whole groups.
         with Phase(f"step {self.state.global_step + 1}", first_s=LINE_S):
             tokens = self.state.num_input_tokens_seen
             try:
                 batch = self._generate_and_score_completions(inputs)
             except RewardError:
-                self.state.num_input_tokens_seen = tokens  # A resumed run counts this step's tokens again.
+                # A resumed run generates and counts this step's tokens again.
+                self.state.num_input_tokens_seen = tokens
                 self.save_last_step()
                 raise
             self._step += 1
@@ -364,32 +376,33 @@ class Trainer(Learner):
         return batch | cut | {"num_items_in_batch": cut["completion_mask"].sum()}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs metrics, into which TRL merges its own. Those of a training step become a row of metrics.csv, with the
-        figures that are measured every EVAL_STEPS steps."""
-        if stepped := "loss" in logs and self.model.training:
+        """Logs `logs`, to which TRL adds its own metrics. Those of a training step become a row of metrics.csv, with
+        the figures that are measured every EVAL_STEPS steps."""
+        if is_step := "loss" in logs and self.model.training:
             row, engine = self.timer.figures(), self.run.engine
             for name in ("wake", "handover", "sleep"):
                 row[f"{name}_s"] = engine.seconds[name] if engine else None
-            row["sync_share"] = engine.share[0] if engine and engine.share else None
+            row["sync_share"] = engine.sync_share[0] if engine and engine.sync_share else None
             speed = self.rollout_tokens / max(self.timer.parts["rollout"], 1e-9)
             row["rollout_tokens_per_s"] = None if self.run.settings.DIRECT_ANSWERS else speed
             row |= dict.fromkeys((*EVALUATED, "eval_s"))
             s, step = self.run.settings, self.state.global_step
-            if s.EVAL_STEPS and step % s.EVAL_STEPS == 0 and step < s.TOTAL_STEPS:  # The last one is measured later.
-                row |= self.run_on_rank0(self.measured) or {}
-            # These go to the trackers. TRL logs the means of the reward functions under names of its own.
+            # The last step is measured after training.
+            if s.EVAL_STEPS and step % s.EVAL_STEPS == 0 and step < s.TOTAL_STEPS:
+                row |= self.run_on_rank0(self.evaluation_figures) or {}
+            # The trackers get these too, except for names with a slash: TRL logs means of reward functions itself.
             rates = self.run_log.rates if self.run_log else {}
             logs |= {name: value for name, value in (rates | row).items() if value is not None and "/" not in name}
         super().log(logs, start_time)
-        if stepped and self.run_log:
+        if is_step and self.run_log:
             row |= {column: logs.get(name) for column, name in TRL_FIGURES.items()}
             self.run_log.write_step(self.state.global_step, row)
 
-    def measured(self) -> dict[str, float]:
+    def evaluation_figures(self) -> dict[str, float]:
         """Columns of metrics.csv that are measured every EVAL_STEPS steps."""
         if not self.measure:
             return {}
         started = time.perf_counter()
-        # Measuring does not change what is learned, as every rollout sets torch's seed.
+        # Measuring does not change the training, because every rollout sets torch's seed.
         figures = self.measure(self)
         return figures | {"eval_s": time.perf_counter() - started}

@@ -23,7 +23,7 @@ from grpo.learn.trainer import Trainer
 from grpo.measure import harness
 from grpo.measure.harness import Function, free_gib, intercept, occupy, policy_of
 from grpo.measure.record import BENCH, Figure, Json, steps_of, tabled, write
-from grpo.model.load import TABLES, quantized_experts, tables_of
+from grpo.model.load import VOCAB_WEIGHTS, quantized_experts, vocab_weights
 from grpo.plan.machine import GIB, read_machine
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine, Generated
@@ -65,7 +65,7 @@ def lent_tensors(policy: torch.nn.Module) -> dict[str, Tensor]:
     for number, experts in enumerate(quantized_experts(policy)):
         for name, (values, scales, *_) in experts.shared.items():
             lent |= {f"{number}.{name}.values": values, f"{number}.{name}.scales": scales}
-    return lent | (dict(zip(TABLES, tables_of(policy), strict=True)) if lent else {})
+    return lent | (dict(zip(VOCAB_WEIGHTS, vocab_weights(policy), strict=True)) if lent else {})
 
 
 def frozen_tensors(policy: torch.nn.Module) -> dict[str, Tensor]:

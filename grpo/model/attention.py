@@ -32,7 +32,7 @@ def hidden_states(model: PreTrainedModel, batch: PackedBatch, attention: str) ->
     else:
         masks = (batch.segment >= 0).long()
     out = model.model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=masks, use_cache=False)
-    return out.last_hidden_state.flatten(0, 1)[batch.before]
+    return out.last_hidden_state.flatten(0, 1)[batch.state_index]
 
 
 class Kernel(NamedTuple):
@@ -93,7 +93,7 @@ def flash_attention_3() -> Kernel:
 
     # The operators have kept their argument names since May 2025; the package's Python functions have not.
     fwd, bwd = torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd
-    # Arguments that have no default in older builds.
+    # These arguments have no default in older builds.
     absent = """k_new v_new q_v out cu_seqlens_k_new seqused_q seqused_k page_table kv_batch_idx leftpad_k
         rotary_cos rotary_sin seqlens_rotary q_descale k_descale v_descale"""
 
@@ -139,8 +139,8 @@ def kernel_attention(
 
 
 class SinkAttention(torch.autograd.Function):
-    """Attention with sinks from a flash kernel without: apply(q, k, v, sink, batch, kernel, scale, window) with
-    q (T, Hq, D), k and v (T, Hkv, D), sink (Hq,). Exact in q, k, v and sink.
+    """Attention with sinks, computed with a flash kernel that has none: apply(q, k, v, sink, batch, kernel, scale,
+    window) with q (T, Hq, D), k and v (T, Hkv, D), sink (Hq,). Exact in q, k, v and sink.
 
     A sink is one more score in the softmax's denominator, with a value of 0. With lse' = logaddexp(lse, sink) and
     out' = out * exp(lse - lse'), the kernel's own backward on (out', lse') computes P' = exp(S - lse') and
@@ -166,7 +166,7 @@ class SinkAttention(torch.autograd.Function):
         n, keys = ctx.batch.queries, ctx.batch.keys
         gradient = gradient[:n].contiguous()
         dq, dk, dv = ctx.kernel.backward(gradient, q[:n], k[keys], v[keys], out, total.contiguous(), **ctx.shape)
-        # A prompt's key has a gradient from each of its completions; they are summed in float32.
+        # A prompt's key has a gradient from each of its completions; these are summed in float32.
         wide = torch.promote_types(k.dtype, torch.float32)
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device).index_add_(0, keys, d.to(wide)) for d in (dk, dv))
         dsink = None
@@ -176,15 +176,15 @@ class SinkAttention(torch.autograd.Function):
         return pad(dq, (0, 0, 0, 0, 0, len(q) - n)), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None, None
 
 
-def base_of(model: torch.nn.Module) -> PreTrainedModel:
+def unwrap_peft(model: torch.nn.Module) -> PreTrainedModel:
     """The model without PEFT's wrapper."""
     return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
 
 
 @contextlib.contextmanager
-def attention_of(model: torch.nn.Module, implementation: str) -> Iterator[None]:
-    """Run `model` with another attention `implementation` inside the block, such as for generation."""
-    base = base_of(model)
+def using_attention(model: torch.nn.Module, implementation: str) -> Iterator[None]:
+    """Run `model` with the attention `implementation` inside the block, such as another one for generation."""
+    base = unwrap_peft(model)
     before = base.config._attn_implementation
     base.set_attn_implementation(implementation)
     try:

@@ -44,7 +44,7 @@ def new_directory(out: Path) -> Iterator[Path]:
             leftover.unlink()
         try:
             yield temporary
-            os.umask(umask := os.umask(0o077))
+            os.umask(umask := os.umask(0o077))  # The umask can be read only by setting another one.
             for path in filter(Path.is_file, temporary.rglob("*")):
                 path.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read.
             os.replace(temporary, out)  # This replaces an empty folder as well.
@@ -78,14 +78,14 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_checkpoint(directory: Path, shape: Shape, make: MakeTensor, tokenizer: Tokenizer) -> None:
-    """Fill `directory` with a checkpoint. `make` supplies the tensors; the chat template and the constants in
-    config.json are copied from data/tiny."""
+    """Fill `directory` with a checkpoint of this `shape`. `make` supplies the tensors; the chat template and the
+    constants in config.json are copied from data/tiny."""
     token_ids = special_token_ids(tokenizer)
     config = config_dict(shape, token_ids)
     write_json(directory / "config.json", config)
-    stop = {"do_sample": True, "eos_token_id": [token_ids[token] for token in STOP_TOKENS]}
-    stop |= {"bos_token_id": token_ids[BOS], "pad_token_id": token_ids[PAD]}
-    write_json(directory / "generation_config.json", stop)
+    generation = {"do_sample": True, "eos_token_id": [token_ids[token] for token in STOP_TOKENS]}
+    generation |= {"bos_token_id": token_ids[BOS], "pad_token_id": token_ids[PAD]}
+    write_json(directory / "generation_config.json", generation)
     options: dict[str, Any] = {"padding_side": "left", "model_input_names": ["input_ids", "attention_mask"]}
     options |= {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "model_max_length": 131072}
     options["chat_template"] = (TINY_PATH / "chat_template.jinja").read_text(encoding="utf-8")

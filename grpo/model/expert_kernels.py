@@ -20,9 +20,9 @@ def load_gate_up(gate_up, bias, row, expert, columns, BLOCK: tl.constexpr):
     """One row of `gate_up` (rows, 2 * columns) with its expert's bias, as (gate, up), each (BLOCK,)."""
     at = tl.arange(0, 2 * BLOCK)
     mask = at < 2 * columns
-    both = tl.load(gate_up + row * 2 * columns + at, mask, 0.0).to(tl.float32)
-    both += tl.load(bias + expert * 2 * columns + at, mask, 0.0).to(tl.float32)
-    return tl.split(tl.reshape(round_to(both, gate_up), (BLOCK, 2)))
+    gate_up_row = tl.load(gate_up + row * 2 * columns + at, mask, 0.0).to(tl.float32)
+    gate_up_row += tl.load(bias + expert * 2 * columns + at, mask, 0.0).to(tl.float32)
+    return tl.split(tl.reshape(round_to(gate_up_row, gate_up), (BLOCK, 2)))
 
 
 @triton.jit
@@ -58,21 +58,21 @@ def activation_backward(
 
 
 @triton.jit
-def combine(rows, bias, expert, inverse, weights, out, columns, pairs: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up a token's rows, one for each of its `pairs` experts, with their biases and router weights."""
+def combine(rows, bias, expert, inverse, weights, out, columns, top_k: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up a token's rows, one for each of its `top_k` experts, with their biases and router weights."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < columns
     total = tl.zeros((BLOCK,), tl.float32)
-    for pair in tl.static_range(pairs):
-        row = tl.load(inverse + token * pairs + pair)
+    for pair in tl.static_range(top_k):
+        row = tl.load(inverse + token * top_k + pair)
         value = tl.load(rows + row * columns + at, mask, 0.0).to(tl.float32)
         if bias is not None:
             value += tl.load(bias + tl.load(expert + row) * columns + at, mask, 0.0).to(tl.float32)
             value = round_to(value, rows)
         if weights is not None:
             # Rounded as the product would be: to BF16, unless the weights are wider.
-            value = round_to(value * tl.load(weights + token * pairs + pair).to(tl.float32), weights)
+            value = round_to(value * tl.load(weights + token * top_k + pair).to(tl.float32), weights)
         total += value
     if weights is not None:
         total = round_to(total, weights)
@@ -81,14 +81,14 @@ def combine(rows, bias, expert, inverse, weights, out, columns, pairs: tl.conste
 
 @triton.jit
 def combine_backward(
-    gradient, rows, bias, expert, inverse, weights, d_rows, d_weights, columns, pairs: tl.constexpr, BLOCK: tl.constexpr
+    gradient, rows, bias, expert, inverse, weights, d_rows, d_weights, columns, top_k: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The gradients of `combine` with respect to one pair's row and its router weight."""
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(inverse + pair)
     at = tl.arange(0, BLOCK)
     mask = at < columns
-    d = tl.load(gradient + pair // pairs * columns + at, mask, 0.0).to(tl.float32)
+    d = tl.load(gradient + pair // top_k * columns + at, mask, 0.0).to(tl.float32)
     value = tl.load(rows + row * columns + at, mask, 0.0).to(tl.float32)
     value += tl.load(bias + tl.load(expert + row) * columns + at, mask, 0.0).to(tl.float32)
     tl.store(d_weights + pair, tl.sum(d * value, 0).to(d_weights.dtype.element_ty))
@@ -103,28 +103,30 @@ def power_of(scale):
 
 
 @triton.jit
-def first(code):
-    # Moves the first e2m1 of a byte, in its low bits, to the top bits of a float32.
+def first_code(code):
+    # Moves the first e2m1 of a byte, which its low bits hold, to the top bits of a float32.
     return (code & 8) << 28 | (code & 7) << 22
 
 
 @triton.jit
-def second(code):
+def second_code(code):
+    # The same for the second e2m1, which the high bits hold.
     return (code & 128) << 24 | (code & 112) << 18
 
 
 @triton.jit
-def scaled(bits, power):
+def e2m1_to_float32(bits, power):
     # An e2m1 has the layout of a float32's top bits, but an exponent bias of 1 instead of 127: the factor is 2**126.
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * power
 
 
 @triton.jit
 def two_weights(low, high, power):
-    """Two weights as the BF16 halves of one int32, `low` first, from the bits that `first` and `second` return."""
+    """Two weights as the BF16 halves of one int32, `low` first, from the bits that `first_code` and `second_code`
+    return."""
     # Every value fits into a BF16 exactly, subnormal ones included, so cutting off a float32 does not round.
-    low = scaled(low, power).to(tl.uint32, bitcast=True)
-    high = scaled(high, power).to(tl.uint32, bitcast=True)
+    low = e2m1_to_float32(low, power).to(tl.uint32, bitcast=True)
+    high = e2m1_to_float32(high, power).to(tl.uint32, bitcast=True)
     return (low >> 16 | high & 0xFFFF0000).to(tl.int32, bitcast=True)
 
 
@@ -136,24 +138,24 @@ def dequantize(blocks, scales, out, groups, BLOCK: tl.constexpr):
     power = power_of(tl.load(scales + group, inside, 0).to(tl.int32))
     at = group * 16 + tl.arange(0, 16)[None, :]
     code = tl.load(blocks + at, inside, 0).to(tl.uint32)
-    tl.store(out + at, two_weights(first(code), second(code), power), inside)
+    tl.store(out + at, two_weights(first_code(code), second_code(code), power), inside)
 
 
 @triton.jit
 def dequantize_swizzled(
     values, scales, out, rows, groups, value_lines, value_words, scale_lines, scale_shorts, GROUPS: tl.constexpr
 ):
-    """Dequantizes 16 rows of an expert's weights and GROUPS groups of 32 columns.
+    """Dequantizes 16 rows of an expert's weights in GROUPS groups of 32 columns.
 
-    In `values` these rows are 4 lines, and 64 columns of them 32 words: word [u, v] of (4, 4) in half t % 2 of line t
-    // 2 holds, of rows t and t + 8, the weights of bytes 8 v + u and 8 v + u + 4, each byte two of them. In `scales`
-    the rows are half of one line, and a short holds the scales of both rows.
+    In `values` 16 rows take 4 lines, and 64 of their columns take 32 words of each line. Half t % 2 of line t // 2
+    belongs to the rows t and t + 8: its word [u, v] of (4, 4) holds the two weights of byte 8 v + u and of byte 8 v + u
+    + 4, for both rows. In `scales` 16 rows take half of a line, and a short holds the scales of rows t and t + 8.
     """
-    sixteen = tl.program_id(1)
+    row_block = tl.program_id(1)
     expert = tl.program_id(2).to(tl.int64)
-    values += (expert * value_lines + sixteen * 4) * value_words
-    scales += (expert * scale_lines + sixteen // 16 * 8 + sixteen % 8) * scale_shorts + sixteen // 8 % 2 * 16
-    out += (expert * rows + sixteen * 16) * groups * 16
+    values += (expert * value_lines + row_block * 4) * value_words
+    scales += (expert * scale_lines + row_block // 16 * 8 + row_block % 8) * scale_shorts + row_block // 8 % 2 * 16
+    out += (expert * rows + row_block * 16) * groups * 16
 
     row = tl.arange(0, 8)[:, None, None]
     chunk = tl.program_id(0) * (GROUPS // 2) + tl.arange(0, GROUPS // 2)[None, :, None]
@@ -174,22 +176,24 @@ def dequantize_swizzled(
     upper = two_weights((upper << 16) & 0x81C00000, upper & 0x81C00000, power_of(scale & 255))
     lower = two_weights((lower << 16) & 0x81C00000, lower & 0x81C00000, power_of(scale >> 8 & 255))
     at = out + (row * groups + group) * 16 + byte
-    left = rows - sixteen * 16
-    tl.store(at, upper, inside & (row < left))
-    tl.store(at + groups * 128, lower, inside & (row + 8 < left))
+    rows_left = rows - row_block * 16
+    tl.store(at, upper, inside & (row < rows_left))
+    tl.store(at + groups * 128, lower, inside & (row + 8 < rows_left))
 
 
 @triton.jit
-def widened(bits, power, like, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
-    return tl.trans(tl.reshape(scaled(bits, power), (COLUMNS, GROUPS * 16)).to(like.dtype.element_ty))
+def dequantized_tile(bits, power, like, COLUMNS: tl.constexpr, GROUPS: tl.constexpr):
+    # A tile of weights in the type of `like`, transposed for tl.dot.
+    return tl.trans(tl.reshape(e2m1_to_float32(bits, power), (COLUMNS, GROUPS * 16)).to(like.dtype.element_ty))
 
 
 @triton.jit
 def packed_product(
     even, odd, blocks, scales, offs, out, width, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """The product of an expert's rows with its packed weights, dequantized tile by tile. `even` and `odd` are the rows'
-    inputs (rows, depth / 2), split as the two weights of a byte are; `out` is (rows, width)."""
+    """The products of an expert's rows with its packed weights, which are dequantized tile by tile. `even` and `odd`
+    (rows, depth / 2) are the even and odd columns of the rows, as a byte holds an even and an odd weight; `out` is
+    (rows, width)."""
     expert = tl.program_id(1)
     begin = tl.load(offs + expert - 1, expert > 0, 0)
     end = tl.load(offs + expert)
@@ -207,8 +211,8 @@ def packed_product(
             power = power_of(scale)[:, :, None]
             byte = at[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
             code = tl.load(blocks + byte, inside[:, :, None], 0).to(tl.uint32)
-            low = widened(first(code), power, even, COLUMNS, GROUPS)
-            high = widened(second(code), power, even, COLUMNS, GROUPS)
+            low = dequantized_tile(first_code(code), power, even, COLUMNS, GROUPS)
+            high = dequantized_tile(second_code(code), power, even, COLUMNS, GROUPS)
             half = start * 16 + tl.arange(0, GROUPS * 16)  # a byte's low bits hold the even weight
             where = row.to(tl.int64)[:, None] * (depth // 2) + half[None, :]
             mask = (row < end)[:, None] & (half < depth // 2)[None, :]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on gpt-oss's experts with PEFT's wrappers, names and files, computed without merging it into the weights."""
+"""LoRA on gpt-oss's experts with PEFT's wrappers, names and files, computed without merging the adapter into the
+weights."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo.model.experts import OURS, Experts, QuantizedExperts, expert_weights, quantized_experts
+from grpo.model.experts import EXPERTS_IMPLEMENTATION, Experts, QuantizedExperts, expert_weights, quantized_experts
 from grpo.plan.targets import EXPERT_PARAMETERS
 
 RANK_MULTIPLE = 8  # grouped products need rows of 16 bytes, so the rank is padded with zeros
 
 
-def low_rank(layer: torch.nn.Module) -> tuple[Tensor, Tensor]:
+def lora_factors(layer: torch.nn.Module) -> tuple[Tensor, Tensor]:
     """(A, scale * B) of an adapted layer in float32: (E, r, in) and (E, out, r), with E = 1 for a linear layer. For
     experts PEFT stores them as lora_A (E * r, in) and lora_B (out, r * E)."""
     assert isinstance(layer, LoraLayer)
@@ -28,8 +29,8 @@ def low_rank(layer: torch.nn.Module) -> tuple[Tensor, Tensor]:
     return a.reshape(count, -1, a.shape[-1]), b * layer.scaling["default"]
 
 
-def base_norm(layer: torch.nn.Module) -> Tensor:
-    """2-norm of the weights that an adapted layer adapts."""
+def weight_norm(layer: torch.nn.Module) -> Tensor:
+    """Frobenius norm of the frozen weights of an adapted layer."""
     if isinstance(layer, ParamWrapper):
         weights = expert_weights(cast(Experts, layer.get_base_layer()), layer.parameter_name)
     else:
@@ -38,25 +39,28 @@ def base_norm(layer: torch.nn.Module) -> Tensor:
 
 
 def update_norm(layer: torch.nn.Module) -> Tensor:
-    """2-norm of the adapter's update scale * B @ A of a layer, computed from r x r matrices alone."""
-    a, b = low_rank(layer)
+    """Frobenius norm of a layer's update scale * B @ A, computed from r x r matrices alone."""
+    a, b = lora_factors(layer)
     return ((b.mT @ b) * (a @ a.mT)).sum().sqrt()
 
 
 class ExpertAdapter(ParamWrapper):
-    """PEFT's LoRA of a parameter of the experts, whose factors are passed to `experts_forward`. PEFT itself merges
-    their product into the weights at each use, which takes the weights' size in memory twice, with the gradient, and is
-    impossible for packed experts."""
+    """PEFT's LoRA of a parameter of the experts, whose factors are passed to `experts_forward`. PEFT itself adds
+    their product to the weights at each use. This takes twice the memory of the weights, because of the gradient, and
+    is impossible for packed experts."""
 
     def forward(self, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
         experts = self.get_base_layer()
-        # Other implementations of the experts ignore the factors, and merged weights already contain them.
-        ours = isinstance(experts, QuantizedExperts) or vars(experts)["config"]._experts_implementation == OURS
-        if self.merged or not ours:
+        # Other implementations of the experts ignore the factors, and merged weights already contain their product.
+        takes_factors = (
+            isinstance(experts, QuantizedExperts)
+            or vars(experts)["config"]._experts_implementation == EXPERTS_IMPLEMENTATION
+        )
+        if self.merged or not takes_factors:
             return super().forward(x, *args, **kwargs)
         adapters = vars(experts).setdefault("adapters", {})
         if not self.disable_adapters and self.active_adapters:
-            a, b = low_rank(self)
+            a, b = lora_factors(self)
             fill = (0, -a.shape[1] % RANK_MULTIPLE)
             # Grouped products need contiguous rows or columns, but the last dimension of PEFT's B is the expert.
             a, b = pad(a.transpose(1, 2), fill).contiguous(), pad(b, fill).contiguous().transpose(1, 2)
@@ -73,8 +77,8 @@ def experts_wrapped(model: torch.nn.Module) -> Iterator[None]:
     because PEFT reads their shapes. At the end PEFT's wrappers of experts become `ExpertAdapter`s."""
     quantized = quantized_experts(model)
     for experts in quantized:
-        (count, twice), hidden = experts.gate_up_proj_bias.shape, experts.down_proj_bias.shape[1]
-        for name, shape in zip(EXPERT_PARAMETERS, ((hidden, twice), (twice // 2, hidden)), strict=True):
+        (count, gate_up), hidden = experts.gate_up_proj_bias.shape, experts.down_proj_bias.shape[1]
+        for name, shape in zip(EXPERT_PARAMETERS, ((hidden, gate_up), (gate_up // 2, hidden)), strict=True):
             empty = experts.gate_up_proj_bias.new_zeros(()).expand(count, *shape)
             experts.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
     try:

@@ -15,14 +15,15 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-OURS = "frozen_experts"  # name of `experts_forward` in transformers
+EXPERTS_IMPLEMENTATION = "frozen_experts"  # name of `experts_forward` in transformers
 GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
-FEW = 256  # up to so many tokens, reading the weights takes longer than computing with them
+FEW_TOKENS = 256  # For up to so many tokens, reading the weights takes longer than computing with them.
 
 
 class QuantizedExperts(torch.nn.Module):
-    """A stand-in for a layer's GptOssExperts that keeps the checkpoint's own MXFP4 tensors, under their own names. If
-    not `packed`, it has no weights and cannot compute until grpo/rollout/shared_weights.py lends it those of vLLM."""
+    """A stand-in for a layer's GptOssExperts that keeps the MXFP4 tensors of the checkpoint, under their names there.
+    If not `packed`, it has no weights and cannot compute until grpo/rollout/shared_weights.py lends it those of
+    vLLM."""
 
     is_transposed = True  # PEFT reads this attribute: the weights are (E, in, out), as in GptOssExperts
     dequantize_again = False  # whether the backward pass dequantizes again (FrozenProduct)
@@ -31,7 +32,8 @@ class QuantizedExperts(torch.nn.Module):
 
     def __init__(self, config: GptOssConfig, packed: bool = True) -> None:
         super().__init__()
-        # Arguments of `dequantize_swizzled` by matrix, not as buffers: these would be moved and saved with the model.
+        # Matrix -> arguments of `dequantize_swizzled`. They are no buffers, which would be moved and saved with the
+        # model.
         self.shared: dict[str, tuple[Tensor, Tensor, int, int]] = {}
         count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
         for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
@@ -61,13 +63,13 @@ def experts_forward(module: Experts, hidden_states: Tensor, top_k_index: Tensor,
     name of a parameter, to which their product is added.
     """
     hidden, adapters = hidden_states.to(module.gate_up_proj_bias.dtype), getattr(module, "adapters", {})
-    few = len(hidden) <= FEW and not torch.is_grad_enabled()
+    few = len(hidden) <= FEW_TOKENS and not torch.is_grad_enabled()
     fused = few and hidden.is_cuda and not adapters and hasattr(module, "gate_up_proj_blocks")
     return routed_experts(module, hidden, top_k_index, top_k_weights, adapters, fused)
 
 
 # https://huggingface.co/docs/transformers/experts_interface
-ALL_EXPERTS_FUNCTIONS.register(OURS, experts_forward)
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)
 
 
 def expert_weights(module: Experts, name: str) -> Tensor:
@@ -83,8 +85,8 @@ def expert_weights(module: Experts, name: str) -> Tensor:
 
 
 def packed_product(module: Experts, name: str, rows: Tensor, offs: Tensor) -> Tensor:
-    """`FrozenProduct` of packed weights on a GPU without gradients. The kernel dequantizes tile by tile: few rows take
-    less time than writing and reading whole weights. Sums are rounded in another order."""
+    """The product of `FrozenProduct` for packed weights, on a GPU and without gradients. The kernel dequantizes tile by
+    tile, which is faster for few rows than writing and reading whole weights. Its sums round in another order."""
     blocks, scales = (getattr(module, f"{name}_{part}") for part in ("blocks", "scales"))
     out = rows.new_empty(len(rows), blocks.shape[1])
     halves = rows.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()  # (2, S, in / 2): even columns, odd columns
@@ -97,9 +99,9 @@ def packed_product(module: Experts, name: str, rows: Tensor, offs: Tensor) -> Te
 def routed_experts(
     module: Experts, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters, fused: bool
 ) -> Tensor:
-    """Apply each token's experts, on a GPU with `packed_product` if `fused`, else bit by bit as transformers'
-    grouped_mm experts: with the same products and, between them, the same roundings to BF16, in two kernels instead of
-    twenty."""
+    """Apply each token's experts, on a GPU with `packed_product` if `fused`. Else the result has the same bits as with
+    transformers' grouped_mm experts: the products and the roundings to BF16 between them are the same, but two kernels
+    take the place of twenty."""
     expert, order = index.flatten().sort()  # (S,), S = N * k: token-expert pairs, by expert
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     count, top_k = module.gate_up_proj_bias.shape[0], index.shape[1]
@@ -114,15 +116,15 @@ def routed_experts(
         a, b = (torch.where(used, factor.to(rows.dtype), 0) for factor in adapters[name])
         return out + grouped_mm(grouped_mm(rows, a, offs=offs), b, offs=offs)
 
-    spread = Spread.apply(hidden, expert, order, inverse, top_k) if hidden.is_cuda else hidden[order // top_k]
-    gate_up = project(spread, "gate_up_proj")  # (S, 2I)
+    dispatched = Dispatch.apply(hidden, expert, order, inverse, top_k) if hidden.is_cuda else hidden[order // top_k]
+    gate_up = project(dispatched, "gate_up_proj")  # (S, 2I)
     down = project(activation(gate_up, module.gate_up_proj_bias, expert), "down_proj")  # (S, H)
     return combine(down, module.down_proj_bias, expert, inverse, weights)
 
 
 class FrozenProduct(torch.autograd.Function):
     """(S, in) rows, sorted by expert, times the weights `name` of their expert, which get no gradient: (S, out). `offs`
-    (E,) are the ends of each expert's rows.
+    (E,) holds the end of each expert's rows.
 
     With gradient checkpointing, autograd keeps the dequantized weights of a single layer. Without it, the backward pass
     dequantizes them again, because those of all layers would take 36 GiB in gpt-oss-20b.
@@ -152,34 +154,34 @@ def activation(gate_up: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
 
 
 def combine(rows: Tensor, bias: Tensor, expert: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
-    """(S, H) expert outputs, sorted by expert, to (N, H) tokens: plus `bias` (E, H), times `weights` (N, k), summed in
-    float32 over the k pairs of a token; `inverse` (S,) is the row of each pair."""
+    """(S, H) expert outputs, sorted by expert, -> (N, H) tokens: adds `bias` (E, H), multiplies by `weights` (N, k),
+    and sums in float32 over the k experts of a token; `inverse` (S,) is the row of each token-expert pair."""
     if rows.is_cuda:
         return Combine.apply(rows, bias, expert, inverse, weights)
     weighted = (rows + bias[expert])[inverse] * weights.flatten()[:, None]
     return weighted.view(*weights.shape, -1).sum(1).to(rows.dtype)
 
 
-class Spread(torch.autograd.Function):
-    """(N, H) tokens to (S, H) on a GPU: a row for each token-expert pair, sorted by expert."""
+class Dispatch(torch.autograd.Function):
+    """(N, H) tokens -> (S, H) on a GPU: copies each token to a row for each of its experts, sorted by expert."""
 
     @staticmethod
-    def forward(ctx, hidden, expert, order, inverse, pairs):
+    def forward(ctx, hidden, expert, order, inverse, top_k):
         ctx.save_for_backward(expert, inverse)
-        ctx.pairs = pairs
-        return hidden[order // pairs]
+        ctx.top_k = top_k
+        return hidden[order // top_k]
 
     @staticmethod
     def backward(ctx, gradient):
         expert, inverse = ctx.saved_tensors
-        out = gradient.new_empty(len(inverse) // ctx.pairs, gradient.shape[1])
+        out = gradient.new_empty(len(inverse) // ctx.top_k, gradient.shape[1])
         tensors = gradient.contiguous(), None, expert, inverse, None, out
-        launch_rows(kernels().combine, *out.shape, *tensors, pairs=ctx.pairs)
+        launch_rows(kernels().combine, *out.shape, *tensors, top_k=ctx.top_k)
         return out, None, None, None, None
 
 
 class Activation(torch.autograd.Function):
-    """`activation` on a GPU."""
+    """`activation` on a GPU, with the same arguments."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -199,14 +201,14 @@ class Activation(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """`combine` on a GPU."""
+    """`combine` on a GPU, with the same arguments."""
 
     @staticmethod
     def forward(ctx, *inputs):
         rows, *_, weights = inputs
         ctx.save_for_backward(*inputs)
         out = rows.new_empty(len(weights), rows.shape[1])
-        launch_rows(kernels().combine, *out.shape, *inputs, out, pairs=weights.shape[1])
+        launch_rows(kernels().combine, *out.shape, *inputs, out, top_k=weights.shape[1])
         return out
 
     @staticmethod
@@ -214,7 +216,7 @@ class Combine(torch.autograd.Function):
         saved = rows, *_, weights = ctx.saved_tensors  # Read once, as in Activation.
         d_rows, d_weights = torch.empty_like(rows), torch.empty_like(weights)
         tensors = gradient.contiguous(), *saved, d_rows, d_weights
-        launch_rows(kernels().combine_backward, *rows.shape, *tensors, pairs=weights.shape[1])
+        launch_rows(kernels().combine_backward, *rows.shape, *tensors, top_k=weights.shape[1])
         return d_rows, None, None, None, d_weights
 
 
@@ -232,17 +234,18 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 def dequantize_swizzled(values: Tensor, scales: Tensor, rows: int, columns: int) -> Tensor:
     """(E, `columns`, `rows`) BF16 weights as `dequantize_mxfp4` returns them, from vLLM's tensors on a Hopper card.
 
-    These are uint8 `values` (E, columns * 2, rows / 4) and `scales` (E, columns, rows / 32), views of their transposes,
-    padded to whole tiles, in triton_kernels' layouts HOPPER_VALUE and, for 8 warps, HOPPER_SCALE. Raises RuntimeError
-    for tensors that are too small.
+    vLLM's tensors are uint8 `values` (E, columns * 2, rows / 4) and `scales` (E, columns, rows / 32), views of their
+    transposes, padded to whole tiles, in triton_kernels' layouts HOPPER_VALUE and, for 8 warps, HOPPER_SCALE. Raises
+    RuntimeError for tensors that are too small.
     """
-    words, shorts = values.mT.view(torch.int32), scales.mT.view(torch.int16)  # of 8 weights, of 2 scales
+    # A word holds 8 weights, a short 2 scales.
+    words, shorts = values.mT.view(torch.int32), scales.mT.view(torch.int16)
     out = torch.empty(len(words), rows, columns, dtype=torch.bfloat16, device=words.device)
-    sizes, pairs = (*words.shape[1:], *shorts.shape[1:]), out.view(torch.int32)
+    sizes, out_words = (*words.shape[1:], *shorts.shape[1:]), out.view(torch.int32)
     if any(held < needed for held, needed in zip(sizes, (rows / 4, columns / 2, rows / 32, columns / 2), strict=True)):
         raise RuntimeError(f"values {(*values.shape,)} and scales {(*scales.shape,)} do not hold {rows} x {columns}")
     grid = -(-columns // 512), -(-rows // 16), len(words)
-    kernels().dequantize_swizzled[grid](words, shorts, pairs, rows, columns // 32, *sizes, GROUPS=16, num_warps=4)
+    kernels().dequantize_swizzled[grid](words, shorts, out_words, rows, columns // 32, *sizes, GROUPS=16, num_warps=4)
     return out.mT
 
 
@@ -254,8 +257,7 @@ def launch_rows(kernel: Any, rows: int, columns: int, *tensors: Tensor | None, *
 
 
 def kernels() -> ModuleType:
-    """The module of Triton's kernels."""
-    # The import is late because only torch's GPU builds include triton.
+    """grpo.model.expert_kernels, imported late because only torch's GPU builds include triton."""
     from grpo.model import expert_kernels
 
     return expert_kernels

@@ -17,12 +17,12 @@ BLOCK = 32  # number of elements that share a scale in MXFP4
 
 
 class ModelError(Exception):
-    """A problem that the user can solve: its message says how, and the command exits with 2."""
+    """A problem that the user can solve. The message says how; the command exits with 2."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a gpt-oss model; the defaults are openai/gpt-oss-20b's (config.json, read November 2026)."""
+    """Sizes of a gpt-oss model. The defaults are those of openai/gpt-oss-20b (config.json, read in November 2026)."""
 
     layers: int = 24  # alternating: even layers attend within the sliding window, odd ones to everything
     hidden: int = 2880  # must be a multiple of 32, the MXFP4 block
@@ -46,7 +46,8 @@ TINY = Shape(
 # MXFP4 holds four-bit floats (e2m1) in blocks of 32 that share a power-of-two scale. These are the magnitudes in the
 # order of their codes; bit 3 of a code is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Halfway points. A tie goes to the even code: those at 0.25, 1.25, 2.5 and 5.0 round down, the others up.
+# Halfway points between these magnitudes. A tie goes to the even code: those at 0.25, 1.25, 2.5 and 5.0 round down, the
+# others up.
 E2M1_EDGES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 E8M0_BIAS = 127
 E2M1_MAX_EXPONENT = 2  # 6.0 = 1.5 * 2**2

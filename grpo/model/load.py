@@ -23,8 +23,8 @@ from transformers import (
 )
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from grpo.model.attention import base_of, install_attention
-from grpo.model.experts import OURS, QuantizedExperts, expert_weights, quantized_experts
+from grpo.model.attention import install_attention, unwrap_peft
+from grpo.model.experts import EXPERTS_IMPLEMENTATION, QuantizedExperts, expert_weights, quantized_experts
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
@@ -33,13 +33,13 @@ from grpo.settings import Settings, format_exception, log
 
 MOST_ON_ONE_THREAD = 1_000_000  # parameters of a model that one thread computes fastest; `tiny` has 0.3 million
 LARGEST_WEIGHT = 1e6  # limit for an adapter's weights; training keeps them far below 10
-# Embeddings and output head. vLLM can lend them to the trainer, like the experts.
-TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+# Embeddings and output head, the weights whose rows are tokens. vLLM can lend them to the trainer, like the experts.
+VOCAB_WEIGHTS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-def tables_of(model: torch.nn.Module) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
-    """The parameters TABLES of a model, with or without PEFT's wrapper."""
-    embeddings, head = (base_of(model).get_parameter(name) for name in TABLES)
+def vocab_weights(model: torch.nn.Module) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    """(embeddings, output head) of a model with or without PEFT's wrapper."""
+    embeddings, head = (unwrap_peft(model).get_parameter(name) for name in VOCAB_WEIGHTS)
     return embeddings, head
 
 
@@ -48,7 +48,7 @@ def paged_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     weight sync reads it."""
     for module in quantized_experts(model):
         yield from module.buffers(recurse=False)
-    yield from dict.fromkeys(tables_of(model))  # dict.fromkeys yields them once if they are tied
+    yield from dict.fromkeys(vocab_weights(model))  # dict.fromkeys yields them once if they are tied
 
 
 # torch's allocator frees only whole segments. Requests of OWN_SEGMENT bytes and more get a segment, whose size is a
@@ -66,7 +66,8 @@ def copy_to_own_segment(tensor: torch.Tensor, device: torch.device) -> torch.Ten
 
 def load_quantized(model_path: str, attention: str, device: str, packed: bool = True) -> PreTrainedModel:
     """The model with MXFP4 experts as in the checkpoint, and everything else as `from_pretrained` loads it. If not
-    `packed`, vLLM lends experts, embeddings and head: the experts have no weights, the others are NaN without memory.
+    `packed`, vLLM is to lend experts, embeddings and head: until then the experts have no weights, and embeddings and
+    head are a single NaN, expanded.
 
     QuantizedExperts replace the experts of transformers, whose MXFP4 kernels have no backward pass. Raises ValueError
     if the checkpoint's tensors do not match the model.
@@ -80,8 +81,8 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
     expected, tensors = model.state_dict(), {}
     lent: tuple[str, ...] = ()
     if not packed:
-        lent = ("_blocks", "_scales", *TABLES)
-        for name in TABLES:
+        lent = ("_blocks", "_scales", *VOCAB_WEIGHTS)
+        for name in VOCAB_WEIGHTS:
             nan = torch.full((), math.nan, dtype=expected[name].dtype, device=device)
             tensors[name] = nan.expand(expected[name].shape)
     for shard in sorted(Path(model_path).glob("model*.safetensors")):  # the pattern excludes an adapter in this folder
@@ -94,7 +95,7 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
         tensors |= {name: tensor.to(expected.get(name, tensor).dtype) for name, tensor in loaded.items()}
     try:
         model.load_state_dict(tensors, assign=True)
-    except RuntimeError as error:  # names every missing, unexpected or misshapen tensor
+    except RuntimeError as error:  # It names every missing, unexpected or misshapen tensor.
         raise ValueError(f"{model_path}: {' '.join(str(error).split())[:500]} ... Download the model again") from error
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     model.generation_config = load_generation_config(model_path)
@@ -102,7 +103,8 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
 
 
 def load_generation_config(model_path: str) -> GenerationConfig:
-    """The checkpoint's generation_config.json (its stop tokens); without such a file, those of config.json."""
+    """The checkpoint's generation_config.json, which holds the stop tokens; without that file, one made of
+    config.json."""
     try:
         return GenerationConfig.from_pretrained(model_path)
     except OSError:
@@ -110,11 +112,11 @@ def load_generation_config(model_path: str) -> GenerationConfig:
 
 
 def dequantize_experts(model: PreTrainedModel) -> None:
-    """Dequantize the experts of `load_quantized` to BF16, layer by layer, into the modules that transformers would
-    have.
+    """Dequantize the experts of `load_quantized` to BF16, layer by layer, into GptOssExperts as transformers
+    has them.
 
-    The values equal those of `Mxfp4Config(dequantize=True)`, but that fragments torch's allocator: some 8 GiB on an
-    H100 would be unavailable to vLLM while the trainer lives. On a GPU the weights are transposed views.
+    The values equal those of `Mxfp4Config(dequantize=True)`, which however fragments torch's allocator: some 8 GiB of
+    an H100 would be unavailable to vLLM as long as the trainer exists. On a GPU the weights are transposed views.
     """
     for layer in model.model.layers:
         quantized = layer.mlp.experts
@@ -137,32 +139,33 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
     is_small = count_parameters(config)["total"] <= MOST_ON_ONE_THREAD
     if is_small and not torch.cuda.is_available() and not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(1)  # More would wait for each other, so small are the operations of this model.
+        # The operations of a small model are too short to be split: more threads would only wait for each other.
+        torch.set_num_threads(1)
     if has_mxfp4(config):
         model = load_quantized(model_path, name, device, packed=experts != "shared")
-        if experts == "paged":  # before the adapter is allocated in the rest of their segments
+        if experts == "paged":  # Done before the adapter is allocated, which would take the rest of their segments.
             for tensor in paged_tensors(model):
                 tensor.data = copy_to_own_segment(tensor.data, tensor.device)
-                torch.cuda.empty_cache()  # each time, or a smaller tensor would get a part of the freed segment
+                torch.cuda.empty_cache()  # Each time, or a smaller tensor would get a part of the freed segment.
         if experts != "bf16":
             return model
         dequantize_experts(model)
     else:
         options = {"dtype": torch.bfloat16, "attn_implementation": name, "device_map": {"": device}}
         model = AutoModelForCausalLM.from_pretrained(model_path, **options)
-    model.set_experts_implementation(OURS)
+    model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     return model
 
 
-def in_working_type(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in the type in which it computes: BF16 on a GPU; on a CPU float32 with the same values, because many
-    CPUs only emulate BF16, several times slower."""
+def in_compute_dtype(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in the dtype in which it computes: BF16 on a GPU; on a CPU float32 with the same values, because many
+    CPUs only emulate BF16, which is several times slower."""
     return model.float() if model.device.type == "cpu" else model
 
 
 def load_base(settings: Settings, model_path: str, config: Mapping[str, Any], attention: str) -> PreTrainedModel:
-    """The base model to train an adapter on, under the name that PEFT writes into adapter_config.json."""
-    model = in_working_type(load_model(model_path, config, attention, settings.EXPERTS or "bf16"))
+    """The base model to train an adapter on. PEFT writes its `name_or_path` into adapter_config.json."""
+    model = in_compute_dtype(load_model(model_path, config, attention, settings.EXPERTS or "bf16"))
     model.name_or_path = model_path if settings.MODEL_ID == "tiny" else settings.MODEL_ID
     for module in quantized_experts(model):
         module.dequantize_again = not settings.GRADIENT_CHECKPOINTING
@@ -181,15 +184,15 @@ def load_to_train(
             phase.result = f"{model.num_parameters() / 1e6:.2f}M parameters on {model.device}"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # the libraries raise many types for damage that the preflight cannot see
+    except Exception as error:  # The libraries raise many types for damage that the preflight cannot see.
         log.info("the model cannot be loaded", exc_info=error, extra=FILE_ONLY)
         raise UnloadableModel(str(error) if isinstance(error, ValueError) else format_exception(error)) from error
     return tokenizer, model
 
 
 def load_adapter(policy: PeftModel, folder: str | Path) -> None:
-    """Replace the weights of the policy's adapter by those in `folder`, of the same rank and targets, to train on.
-    Raises UnloadableModel if a weight is not finite or absurdly large."""
+    """Replace the weights of the policy's adapter by those in `folder`, which has the same rank and targets, and
+    continue training from them. Raises UnloadableModel if a weight is not finite, or LARGEST_WEIGHT and more."""
     policy.load_adapter(str(Path(folder).expanduser()), "default", is_trainable=True)
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad and not parameter.detach().abs().max() < LARGEST_WEIGHT:  # Also true of NaN.
@@ -207,7 +210,7 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Switch dropout off inside the block."""
+    """Put `model` into evaluation mode, without dropout, inside the block."""
     training = model.training
     model.eval()
     try:

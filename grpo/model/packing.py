@@ -18,9 +18,10 @@ Tokens = Sequence[int]
 class PackedBatch:
     """Where the tokens of one micro-batch lie in memory, and what each of them attends to.
 
-    R rows of T tokens are padded at their ends. A row holds groups one after the other; a group is a prompt and, behind
-    it, its completions: each of them attends to the prompt and, causally, to itself, as if it stood alone. Kernels take
-    a single row (R = 1) with keys gathered for each of S segments (a prompt or a completion); eager attention a mask.
+    R rows of T tokens are padded at their ends. A row holds groups one after the other. A group is a prompt and,
+    behind it, its completions, each of which attends to the prompt and, causally, to itself, as if it stood alone.
+    Kernels take a single row (R = 1) with keys gathered for each of S segments (a prompt or a completion); eager
+    attention takes a mask.
     """
 
     ids: Tensor  # (R, T) int64
@@ -33,17 +34,17 @@ class PackedBatch:
     cu_seqlens_k: Tensor  # (S + 1,) int32
     max_seqlen_q: int
     max_seqlen_k: int
-    before: Tensor  # (N,) int64: index of the state that predicts each completion token
-    targets: Tensor  # (N,) int64: those tokens
-    rows: Tensor  # (N,) int64: the completion that each of them belongs to
-    columns: Tensor  # (N,) int64: its place in the completion
+    state_index: Tensor  # (N,) int64: index of the hidden state that predicts each completion token
+    targets: Tensor  # (N,) int64: the completion tokens
+    rows: Tensor  # (N,) int64: the completion that each of these tokens belongs to
+    columns: Tensor  # (N,) int64: its position in the completion
 
 
 def pack_batch(
     prompts: Sequence[Tokens], completions: Sequence[Tokens], share: bool, one_row: bool, device: torch.device | str
 ) -> PackedBatch:
     """Pack completions, each with its prompt (both as token ids). With `share` the completions of equal prompts form a
-    group. With `one_row` all groups are in one row, else each has its own. Indices count through all rows."""
+    group. With `one_row` all groups are in one row, else each is a row of its own. Indices count through all rows."""
     groups: dict[Hashable, list[int]] = {}
     for i, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt) if share else i, []).append(i)
@@ -52,27 +53,27 @@ def pack_batch(
     width = bucket(max(sizes))
     ids, positions = (torch.zeros(len(lines), width, dtype=torch.int64) for _ in range(2))
     group, segment = (torch.full((len(lines), width), -1, dtype=torch.int32) for _ in range(2))
-    keys, before, rows, columns, lengths_q, lengths_k = [], [], [], [], [0], [0]
+    keys, state_index, rows, columns, lengths_q, lengths_k = [], [], [], [], [0], [0]
     for r, line in enumerate(lines):
-        at = r * width
+        start = r * width
         for g, members in enumerate(line):
-            prompt, first = prompts[members[0]], at
+            prompt, prompt_start = prompts[members[0]], start
             for number, tokens in enumerate([prompt, *(completions[i] for i in members)]):
                 offset = len(prompt) if number else 0
-                own = torch.arange(at, at + len(tokens))
-                ids.view(-1)[own] = torch.tensor(tokens, dtype=torch.int64)
-                positions.view(-1)[own] = torch.arange(offset, offset + len(tokens))
-                group.view(-1)[own], segment.view(-1)[own] = g, number
-                keys += [torch.arange(first, first + offset), own]
+                index = torch.arange(start, start + len(tokens))
+                ids.view(-1)[index] = torch.tensor(tokens, dtype=torch.int64)
+                positions.view(-1)[index] = torch.arange(offset, offset + len(tokens))
+                group.view(-1)[index], segment.view(-1)[index] = g, number
+                keys += [torch.arange(prompt_start, prompt_start + offset), index]
                 lengths_q.append(len(tokens))
                 lengths_k.append(offset + len(tokens))
                 if number:  # the prompt's last token predicts the completion's first
-                    before.append(torch.cat([torch.tensor([first + offset - 1]), own])[: len(tokens)])
+                    state_index.append(torch.cat([torch.tensor([prompt_start + offset - 1]), index])[: len(tokens)])
                     rows.append(torch.full((len(tokens),), members[number - 1]))
                     columns.append(torch.arange(len(tokens)))
-                at += len(tokens)
+                start += len(tokens)
     tensors = {"ids": ids, "positions": positions, "group": group, "segment": segment, "targets": ids[segment > 0]}
-    lists = {"keys": keys, "before": before, "rows": rows, "columns": columns}
+    lists = {"keys": keys, "state_index": state_index, "rows": rows, "columns": columns}
     tensors |= {name: torch.cat(parts) for name, parts in lists.items()}
     for name, lengths in (("cu_seqlens_q", lengths_q), ("cu_seqlens_k", lengths_k)):
         tensors[name] = torch.tensor(lengths).cumsum(0, dtype=torch.int32)

@@ -12,7 +12,8 @@ import torch
 from grpo.model import checkpoint
 from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, Shape
 
-# Standard deviations of random matrices, times 1 / sqrt(fan-in), so that rounding errors stay small at any width. With
+# Factors of 1 / sqrt(fan-in) that give the standard deviations of random matrices: rounding errors stay small at any
+# width. With
 # 0.02 everywhere (gpt-oss's initializer_range) two exact BF16 implementations disagree by 0.25 to 0.5 nats a token:
 # rounding swaps nearly tied experts, whose outputs are as large as the residual stream (docs/models.md). So experts'
 # outputs are small here, attention's are larger (an adapter on it must have an effect), and router scores are spread.
@@ -58,7 +59,7 @@ def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> 
 def write_full(out: Path, shape: Shape, tokenizer: Path, device: str) -> None:
     """Write a checkpoint with random weights, drawn on `device`, to `out`, with the tokenizer in the folder
     `tokenizer`."""
-    words, generator = checkpoint.read_tokenizer(tokenizer), torch.Generator(device).manual_seed(0)
+    vocabulary, generator = checkpoint.read_tokenizer(tokenizer), torch.Generator(device).manual_seed(0)
     with checkpoint.new_directory(out) as directory:
         make = partial(random_tensor, generator=generator)
-        checkpoint.write_checkpoint(directory, shape, make, words)
+        checkpoint.write_checkpoint(directory, shape, make, vocabulary)

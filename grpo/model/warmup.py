@@ -19,12 +19,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model import gptoss_format as gptoss
 from grpo.model.checkpoint import new_directory, read_tokenizer, special_token_ids, write_checkpoint, write_json
-from grpo.model.warmup_rows import ACTIONS, Rows, make_rows
+from grpo.model.warmup_rows import ACTIONS, WarmupTensors, make_rows
 from grpo.plan.hub import TINY_PATH
 
 Log = Callable[[str], None]
-# Standard deviations of the initial matrices, times 1 / sqrt(fan-in). With gpt-oss's 0.02 everywhere, the outputs of
-# narrow layers almost vanish, and the tiny model's output head could never become sure of an action.
+# Factors of 1 / sqrt(fan-in) that give the standard deviations of the initial matrices. With gpt-oss's 0.02 everywhere,
+# the outputs of narrow layers almost vanish, and the tiny model's output head could never become sure of an action.
 INITIAL_GAIN = {
     "q_proj": 0.5, "k_proj": 0.5, "v_proj": 1.0, "o_proj": 0.5, "router": 1.0, "gate_up_proj": 1.0, "down_proj": 0.5,
     "lm_head": 0.8,
@@ -56,8 +56,8 @@ def fast_experts(module: GptOssExperts, hidden_states: Tensor, top_k_index: Tens
     return (out + weights @ module.down_proj_bias).to(hidden_states.dtype)
 
 
-FAST = "warmup"  # name of `fast_experts` in transformers
-ALL_EXPERTS_FUNCTIONS.register(FAST, fast_experts)
+WARMUP_EXPERTS = "warmup"  # name of `fast_experts` in transformers
+ALL_EXPERTS_FUNCTIONS.register(WARMUP_EXPERTS, fast_experts)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,10 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer) -> GptOssForCausalLM:
     config = gptoss.config_dict(recipe.shape, special_token_ids(tokenizer))
     config.pop("quantization_config")
     model = GptOssForCausalLM._from_config(
-        GptOssConfig.from_dict(config), dtype=torch.float32, attn_implementation="eager", experts_implementation=FAST
+        GptOssConfig.from_dict(config),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation=WARMUP_EXPERTS,
     )
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(0.0, 0.1)
@@ -107,19 +110,19 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer) -> GptOssForCausalLM:
         for layer in model.model.layers:
             layer.self_attn.sinks.normal_(0.0, 0.5)
             layer.self_attn.sinks.requires_grad_(False)
-        initial_numbers(model, tokenizer)
-        initial_heads(model, recipe.distances)
+        init_number_embeddings(model, tokenizer)
+        init_attention_heads(model, recipe.distances)
     return model
 
 
-def initial_numbers(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
+def init_number_embeddings(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
     """Give number tokens embeddings that vary smoothly with the number, with and without a blank before it.
 
     A warm-up sees each number too rarely to learn by itself that 37 is close to 38.
     """
     texts = [f"{n:0{width}d}" for width in (1, 2, 3) for n in range(10**width)]
     numbers = {tokenizer.token_to_id(before + text): float(text) for text in texts for before in ("", "\u0120")}
-    numbers.pop(None, None)  # some numbers have no token of their own, with a blank or without
+    numbers.pop(None, None)  # Numbers without a token of their own have the id None.
     value = torch.tensor(list(numbers.values())).unsqueeze(1)
     fine, coarse = value / 100 * math.pi, value / 1000 * math.pi
     waves = [fine * k for k in range(1, 7)]
@@ -132,7 +135,7 @@ def initial_numbers(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
     model.model.embed_tokens.weight[list(numbers)] += table
 
 
-def initial_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]]) -> None:
+def init_attention_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[int]]) -> None:
     """Let the heads of the first sliding layers look back by `distances`: for each layer, the tokens of each head.
 
     Fewer distances than heads are repeated; an empty list leaves a layer unchanged. Later layers find a number by the
@@ -177,10 +180,10 @@ def at_answer(hidden: Tensor, lengths: Tensor, answer: int) -> Tensor:
 
 
 def answer_log_probs(
-    model: GptOssForCausalLM, hidden: Tensor, ids: Tensor, lengths: Tensor, rows: Rows
+    model: GptOssForCausalLM, hidden: Tensor, ids: Tensor, lengths: Tensor, rows: WarmupTensors
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of each action at each of the answer's choices (B, choices, actions), of its fixed tokens together
-    (B,), and of its numbers together (B,)."""
+    """Log-probs of each action at each of the answer's choices (B, choices, actions), the sum over its fixed
+    tokens (B,), and the sum over its numbers (B,)."""
     logp = log_probs(model, at_answer(hidden, lengths, len(rows.answer)))
     choices = torch.stack([logp[:, n, tokens] for n, tokens in zip(rows.choices, rows.actions, strict=True)], 1)
     tokens = at_answer(ids[:, 1:, None], lengths, len(rows.answer))
@@ -188,8 +191,9 @@ def answer_log_probs(
     return choices, written[:, rows.fixed].sum(-1), written[:, rows.numbers].sum(-1)
 
 
-def figures(model: GptOssForCausalLM, rows: Rows, limit: int | None = None) -> dict[str, float]:
-    """What sampling at temperature 1 earns on up to `limit` rows, computed from the probabilities of the four answers.
+def figures(model: GptOssForCausalLM, rows: WarmupTensors, limit: int | None = None) -> dict[str, float]:
+    """The expected figures of sampling at temperature 1 on up to `limit` rows, computed from the probabilities of the
+    four answers.
 
     ``parse_rate`` is the probability of an answer ``[k]`` in the final channel; ``reward`` the mean reward, where an
     unparseable answer counts 0; ``greedy`` that of the likeliest action; ``random``, ``best_constant`` and ``oracle``
@@ -204,9 +208,9 @@ def figures(model: GptOssForCausalLM, rows: Rows, limit: int | None = None) -> d
             p = torch.zeros(len(batch), ACTIONS, device=ids.device)
             for plan in range(ACTIONS if reasons else 1):
                 if reasons:
-                    rows.name(ids, lengths, 0, torch.full_like(lengths, plan))
-                choices, around, numbers = answer_log_probs(model, forward(model, ids), ids, lengths, rows)
-                p += (choices[:, :-1, plan].sum(1, keepdim=True) + choices[:, -1] + around.unsqueeze(-1)).exp()
+                    rows.write_actions(ids, lengths, 0, torch.full_like(lengths, plan))
+                choices, format_logp, numbers = answer_log_probs(model, forward(model, ids), ids, lengths, rows)
+                p += (choices[:, :-1, plan].sum(1, keepdim=True) + choices[:, -1] + format_logp.unsqueeze(-1)).exp()
                 chains.append(torch.stack([numbers, choices[:, -1, plan]]).exp().mean(1).cpu())
             parts.append(p.cpu())
     p, rewards = torch.cat(parts), rows.rewards[indices].cpu()
@@ -225,18 +229,19 @@ def figures(model: GptOssForCausalLM, rows: Rows, limit: int | None = None) -> d
 class WarmUp:
     """Supervised training, in which the model learns to read prompts but not which action is better.
 
-    It learns well-formed answers that name each action with the same probability for every prompt; so do the plans of
-    a reasoning model, which answers follow with the recipe's probability. A linear `probe`, which is discarded
-    afterwards, predicts the rows' readings from a middle layer's state at the first token that names an action.
+    It learns well-formed answers that name each action with the same probability for every prompt; the
+    plans of a reasoning model are as uniform, and an answer follows its plan with the probability `follow`. A linear
+    `probe`, which is discarded afterwards, predicts the rows' readings from a middle layer's state at the first token
+    that names an action.
     """
 
-    def __init__(self, model: GptOssForCausalLM, rows: Rows, recipe: Recipe, seed: int) -> None:
+    def __init__(self, model: GptOssForCausalLM, rows: WarmupTensors, recipe: Recipe, seed: int) -> None:
         self.model, self.rows, self.recipe = model, rows, recipe
         self.device = rows.ids.device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
         self.probe = torch.nn.Linear(model.config.hidden_size, rows.readings.shape[1]).to(self.device)
         depth = 3 * len(model.model.layers) // 4
-        self.middle = model.model.layers[depth if depth % 2 else depth - 1]  # it attends to everything
+        self.middle = model.model.layers[depth if depth % 2 else depth - 1]  # This layer attends to the whole prompt.
         self.step, self.started = 0, time.perf_counter()
 
     @property
@@ -248,16 +253,17 @@ class WarmUp:
         """The share of the warm-up that is done, 0 to 1, by seconds or by steps, whichever is larger."""
         return min(1.0, max(self.elapsed / self.recipe.seconds, self.step / self.recipe.steps))
 
-    def read(self, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of the `picked` rows (B,) without their readings, and the probe's readings (B, R) of them."""
+    def losses(self, picked: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of the `picked` rows (B,) without that of their readings, and the readings (B, R) that the probe
+        predicts."""
         rows, size = self.rows, len(picked)
         ids, lengths = rows.batch(picked)
         before = lengths - len(rows.answer)
-        # Later tokens attend to the tokens of action and plan, so these are drawn from all four actions.
+        # Tokens behind action and plan attend to these, so action and plan are drawn from all four actions.
         wanted = torch.ones(size, len(rows.choices), ACTIONS, device=self.device)  # probabilities times ACTIONS
         for choice in range(len(rows.choices)):
             shown = torch.randint(ACTIONS, (size,), device=self.device, generator=self.generator)
-            rows.name(ids, lengths, choice, shown)
+            rows.write_actions(ids, lengths, choice, shown)
             if choice == 0 and self.recipe.follow is not None:
                 wanted[:, -1] = ACTIONS * (1 - self.recipe.follow) / (ACTIONS - 1)
                 wanted[:, -1].scatter_(1, shown[:, None], ACTIONS * self.recipe.follow)
@@ -265,19 +271,19 @@ class WarmUp:
         hook = self.middle.register_forward_hook(lambda module, inputs, output: middle.append(output))
         hidden = forward(self.model, ids)
         hook.remove()
-        choices, around, numbers = answer_log_probs(self.model, hidden, ids, lengths, rows)
+        choices, format_logp, numbers = answer_log_probs(self.model, hidden, ids, lengths, rows)
         # The loss includes the prediction of prompt tokens at TEXT_TOKENS random positions.
         at = torch.rand(size, TEXT_TOKENS, device=self.device, generator=self.generator)
         at = (at * (before - 1)[:, None]).long()
         logp = log_probs(self.model, hidden.take_along_dim(at[..., None], 1))
         text = -logp.gather(-1, ids.gather(1, at + 1).unsqueeze(-1)).mean()
         state = at_answer(middle[0], lengths, len(rows.answer))[:, rows.choices[0]].float()
-        loss = -(wanted * choices).sum(1).mean() - FORMAT_WEIGHT * around.mean() + TEXT_WEIGHT * text
+        loss = -(wanted * choices).sum(1).mean() - FORMAT_WEIGHT * format_logp.mean() + TEXT_WEIGHT * text
         if rows.numbers:
             loss = loss - TEXT_WEIGHT * numbers.mean()
         return loss, self.probe(functional.rms_norm(state, state.shape[-1:]))
 
-    def phase(self, end: float, lr: float, log: Log) -> None:
+    def train_until(self, end: float, lr: float, log: Log) -> None:
         """Train until `progress` is `end`; `lr` decays as a cosine. Raises ModelError if the loss is not finite."""
         trained = [p for p in (*self.model.parameters(), *self.probe.parameters()) if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -287,7 +293,7 @@ class WarmUp:
             rise = min(1.0, (self.step - first_step + 1) / 30)
             optimizer.param_groups[0]["lr"] = lr * rise * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
             picked = torch.randint(len(self.rows), (self.recipe.batch,), device=self.device, generator=self.generator)
-            loss, readings = self.read(picked)
+            loss, readings = self.losses(picked)
             loss = loss + READING_WEIGHT * functional.smooth_l1_loss(readings, self.rows.readings[picked])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -303,15 +309,15 @@ class WarmUp:
 
 def write_warmed_up(
     directory: Path, recipe: Recipe, tokenizer: Tokenizer, device: str, seed: int, log: Log
-) -> tuple[dict[str, dict[str, float]], Rows]:
+) -> tuple[dict[str, dict[str, float]], WarmupTensors]:
     """Make a model on `device`, warm it up by the `recipe` and write its checkpoint into `directory`.
 
     Returns its `figures` after reading, right after the experts were rounded to MXFP4, and as stored, then the rows
     that they were measured on. Raises ModelError for a tokenizer that does not fit.
     """
-    # Rows come first: their worker processes must start before CUDA and the tokenizer's threads do.
+    # Rows are made first, because their worker processes must start before CUDA and the tokenizer's threads do.
     row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows, recipe.most_factor)
-    rows, probe = (Rows(row_set, tokenizer, device, recipe.follow is not None) for row_set in row_sets)
+    rows, probe = (WarmupTensors(row_set, tokenizer, device, recipe.follow is not None) for row_set in row_sets)
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
     torch.manual_seed(seed)
     model = new_model(recipe, tokenizer).to(device)  # type: ignore[arg-type]  # the wrapper loses `self`
@@ -324,11 +330,11 @@ def write_warmed_up(
         shown = " ".join(f"{name} {value:.3f}" for name, value in stages[stage].items())
         log(f"{training.elapsed:5.0f} s, step {training.step}, {stage}: {shown}")
 
-    training.phase(1 - recipe.rounding, recipe.lr, log)
+    training.train_until(1 - recipe.rounding, recipe.lr, log)
     measure("read")
     tensors = gptoss.quantize_experts(model)
     measure("rounded")
-    training.phase(1.0, recipe.lr * recipe.rounding_lr, log)
+    training.train_until(1.0, recipe.lr * recipe.rounding_lr, log)
     for name, parameter in model.named_parameters():
         if f"{name}_blocks" not in tensors:
             parameter.data = parameter.data.bfloat16().float()  # as the checkpoint holds it

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the rows of a small model's warm-up: the plant's prompts, and the effects of each action in that hour."""
+"""Makes the rows of a small model's warm-up: the plant's prompts, and the numbers that the model learns to read
+there."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ NUMBERS = re.compile(
     r"energy \[kWh\]: (\d+)$.*?load=(\d+)\.\d kW, co2=\d\.(\d+) kg-CO2/kWh  ←.*?low5_avg=\d\.(\d+)",
     re.DOTALL | re.MULTILINE,
 )
-WARMUP_SEED, PROBE_SEED = 40_000, 30_000  # first seeds of days, above those of data files; the window's number is added
+WARMUP_SEED, PROBE_SEED = 40_000, 30_000  # seeds of the first windows, above those of data files
 
 
 class WarmupRow(NamedTuple):
@@ -82,8 +83,8 @@ def rendered(row: Mapping[str, str], number: int) -> str:
 
 
 def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
-    """A row for every decision of a range of windows, and ten hours of shortage in each. `job` is (first seed, number
-    of windows, kind of prompt, largest factor of a day's load).
+    """A row for every decision of a range of windows, and for ten hours of shortage in each. `job` is (first seed,
+    number of windows, kind of prompt, largest factor of a day's load).
 
     Each window has its own seed and one of a year's dates, so that no row repeats and dates carry no information.
     """
@@ -103,21 +104,21 @@ def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
 def make_rows(
     kind: str, windows: int, probe_windows: int, most_factor: float
 ) -> tuple[list[WarmupRow], list[WarmupRow]]:
-    """(rows to learn from, rows to measure on), made from these numbers of windows by all cores, in 40 ms a window."""
+    """(rows to learn from, rows to measure on), made from so many windows each on all cores, in 40 ms a window."""
     jobs = [(WARMUP_SEED + n, min(50, windows - n), kind, most_factor) for n in range(0, windows, 50)]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         *parts, probe = pool.map(warmup_rows, [*jobs, (PROBE_SEED, probe_windows, kind, most_factor)])
     return [row for rows in parts for row in rows], probe
 
 
-class Rows:
+class WarmupTensors:
     """Warm-up rows on the device where they are used: `ids` (N, T) of prompt and answer, padded on the right, `lengths`
     (N,), `rewards` (N, actions), and `readings` (N, R) with mean 0 and deviation 1.
 
     `answer` has the tokens that a row ends in: ``ANSWER_BEFORE``, action 0, ``ANSWER_AFTER``, behind a ``CHAIN`` where
-    the model `reasons`. `choices` are the indices of the action in it, and of the plan before that in a chain;
-    `actions` the tokens of the actions at each of these. `numbers` are the indices of the chain's numbers, which vary
-    by row, and `fixed` those of the other tokens.
+    the model `reasons`. `choices` are the indices in it of the plan, if there is a chain, and of the action;
+    `actions` the tokens that name the actions at each of these. `numbers` are the indices of the chain's numbers, which
+    vary by row, and `fixed` those of the other tokens.
     """
 
     def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, device: str, reasons: bool = False) -> None:
@@ -156,7 +157,7 @@ class Rows:
         ids = self.ids[picked, :columns].long()
         return torch.nn.functional.pad(ids, (0, columns - ids.shape[1])), lengths
 
-    def name(self, ids: torch.Tensor, lengths: torch.Tensor, choice: int, named: torch.Tensor) -> None:
+    def write_actions(self, ids: torch.Tensor, lengths: torch.Tensor, choice: int, named: torch.Tensor) -> None:
         """Writes the actions `named` (B,) into the `ids` of a batch, at one of the `choices`."""
         tokens = torch.tensor(self.actions[choice], device=ids.device)[named, None]
         ids.scatter_(1, (lengths - len(self.answer) + self.choices[choice])[:, None], tokens)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from grpo.data.files import Row
-from grpo.data.heldout import demo_heldout, names_only
+from grpo.data.heldout import demo_heldout, names_single_file
 from grpo.plan.machine import FLASH_PACKAGES
 from grpo.settings import Settings
 from grpo.settings_table import TASK_FILES
@@ -137,7 +137,7 @@ def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Setting
     nothing of the demo says anything about rows of the user's own."""
     heldout, eval_data, profile = demo_heldout(settings.DATA), settings.EVAL_DATA, settings.EVAL_PROFILE
     own = TASK_FILES[settings.TASK].get("profiles", {}).get(heldout)
-    if heldout and own and profile is None and (eval_data is None or names_only(eval_data, heldout)):
+    if heldout and own and profile is None and (eval_data is None or names_single_file(eval_data, heldout)):
         profile = own
     demo = dataclasses.replace(settings, EVAL_DATA=heldout if eval_data is None else eval_data, EVAL_PROFILE=profile)
     chosen = [name for name in ("EVAL_DATA", "EVAL_PROFILE") if getattr(demo, name) != getattr(settings, name)]

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from grpo.data.files import SHOWN
+from grpo.data.files import MOST_PROBLEMS
 from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of, count_tokens, open_answer
 from grpo.plan.hub import find_model
@@ -80,6 +80,6 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
         settings=dataclasses.replace(resolved.settings, **as_set, TOTAL_STEPS=steps),
         rows=rows,
         reasons={**resolved.reasons, "heldout": split.reason, "total_steps": steps_reason},
-        problems=Problems([*resolved.problems, *problems[:SHOWN]]),
+        problems=Problems([*resolved.problems, *problems[:MOST_PROBLEMS]]),
     )
     return resolved, answers

@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import AttentionInterface, DynamicCache, GenerationConfig, PreTrainedModel
 
-from grpo.model.attention import attention_of
+from grpo.model.attention import using_attention
 from grpo.settings import log
 
-ATTENTION = "decoding"  # The name of `decoding_attention` in transformers.
+DECODING_ATTENTION = "decoding"  # The name of `decoding_attention` in transformers.
 
 
 def decoding_attention(
     module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """transformers' eager attention with sinks for one new token a row. The query heads of a group read the same keys,
-    which eager attention copies for each head: 2 GiB in a layer with 96 rows of 1,452 tokens.
+    """transformers' eager attention with sinks for one new token a row. The query heads of a group read the same keys;
+    eager attention would copy them for each head, 2 GiB in a layer with 96 rows of 1,452 tokens.
 
     `query` (B, Hq, 1, D), `key` and `value` (B, Hkv, S, D), `attention_mask` (B, 1, 1, S) is added to the scores.
     Returns (B, 1, Hq, D)."""
@@ -36,7 +36,7 @@ def decoding_attention(
 
 
 # https://huggingface.co/docs/transformers/attention_interface
-AttentionInterface.register(ATTENTION, decoding_attention)
+AttentionInterface.register(DECODING_ATTENTION, decoding_attention)
 
 
 def decode(
@@ -48,7 +48,8 @@ def decode(
     **inputs: Any,
 ) -> Tensor:
     """Ids (B, L + C) of prompts (B, L), padded on the left, and their completions. transformers' generate prepares the
-    arguments and calls it as `custom_generate`; tokens are drawn, and rows end, as in transformers' own loop.
+    arguments and calls this function as `custom_generate`. It draws tokens and ends rows as transformers' own loop
+    does.
 
     https://huggingface.co/docs/transformers/generation_strategies#custom-generation-methods
     """
@@ -56,7 +57,7 @@ def decode(
     step = DecodingStep(model, inputs["attention_mask"], generation_config.max_length - 1)
     logits = step.prefill(input_ids, inputs["attention_mask"])
     unfinished = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    with attention_of(model, ATTENTION):
+    with using_attention(model, DECODING_ATTENTION):
         while True:
             scores = logits_processor(input_ids, logits.float())
             if generation_config.do_sample:
@@ -73,13 +74,13 @@ def decode(
 
 @contextlib.contextmanager
 def shared_prefill(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block, `model.generate` takes the steps of `decode`, which computes each prompt once however many
-    completions it gets: a group of 8 costs an eighth of the prefill, in time and in memory."""
+    """Inside the block, `model.generate` decodes by `decode`, which computes a prompt once for all of its completions:
+    for a group of 8 the prefill takes an eighth of the time and memory."""
     stock = cast(Any, model).generate  # The method's own annotations accept no class of transformers.
 
     def generate(**options: Any) -> torch.Tensor:
         ids = stock(**options, custom_generate=decode)
-        torch.cuda.empty_cache()  # Until then nothing else can use the memory of a graph.
+        torch.cuda.empty_cache()  # Until the cache is emptied, nothing else can use the memory of the graph.
         return ids
 
     vars(model)["generate"] = generate  # PEFT's model finds this before the method of the class.
@@ -92,17 +93,18 @@ def shared_prefill(model: PreTrainedModel) -> Iterator[None]:
 class DecodingStep:
     """Computes the logits after one more token in each of B rows, in buffers at fixed addresses as CUDA graphs need.
 
-    It is the model's key-value cache as well. Each layer has a ring: column c of the padded rows lies in slot c modulo
-    the layer's size, which is the number of columns or the sliding window. Rows that have ended are computed on: with
-    few rows left a step takes hardly less time, as reading the experts' weights is most of it.
+    It is the model's key-value cache as well. Each layer has a ring buffer: column c of the padded rows lies in slot c
+    modulo the layer's size, which is the number of columns or the sliding window. Rows that have ended are still
+    computed: a step with few rows takes hardly less time, because it mostly reads the experts' weights.
     """
 
-    graphs = True  # A capture that fails sets it to False for this process.
+    graphs = True  # A capture that fails sets this to False for the whole process.
 
     def __init__(self, model: PreTrainedModel, mask: Tensor, columns: int):
-        """`mask` (B, L) is the prompts'; `columns` is the length of prompts and completions without the last token."""
+        """`mask` (B, L) is that of the padded prompts; `columns` is the length of prompt and completion together, less
+        the last token."""
         kinds, window, device = model.config.layer_types, model.config.sliding_window, mask.device
-        columns = -(-columns // 8) * 8  # products want sizes that are multiples of 8
+        columns = -(-columns // 8) * 8  # Matrix products are fast for multiples of 8.
         sizes = {"full_attention": columns, "sliding_attention": min(window, columns)}
         self.model, self.sizes = model, [sizes[kind] for kind in kinds]
         self.slots = {kind: torch.arange(size, device=device) for kind, size in sizes.items()}
@@ -135,8 +137,8 @@ class DecodingStep:
         return torch.stack(logits)[owner]
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """transformers' cache interface: stores `key` and `value` (B, Hkv, 1, D) of this column, and returns all of the
-        layer's."""
+        """transformers' cache interface: stores `key` and `value` (B, Hkv, 1, D) of this column, and returns the keys
+        and values of all columns in this layer."""
         for store, new in ((self.keys[layer], key), (self.values[layer], value)):
             store.index_copy_(2, self.column % self.sizes[layer], new)
         return self.keys[layer], self.values[layer]
@@ -156,7 +158,8 @@ class DecodingStep:
         """Computes the logits (B, V) after `self.tokens`, which take the next column, without waiting for the GPU."""
         masks, dtype = {}, self.keys[0].dtype
         for kind, slots in self.slots.items():
-            column = self.column - (self.column - slots) % len(slots)  # The column in each slot; negative: none yet.
+            # The column in each slot; negative if there is none yet.
+            column = self.column - (self.column - slots) % len(slots)
             mask = torch.zeros(len(self.first), len(slots), dtype=dtype, device=slots.device)
             masks[kind] = mask.masked_fill_(column < self.first, torch.finfo(dtype).min)[:, None, None]
         inputs = {"input_ids": self.tokens, "position_ids": self.column - self.first, "attention_mask": masks}
@@ -165,18 +168,18 @@ class DecodingStep:
         return out.logits[:, -1]
 
     def capture(self) -> None:
-        """Records `run` as a CUDA graph for the lifetime of this object, a rollout, during which no weight changes.
-        If that fails, steps are launched kernel by kernel, as slowly as by transformers."""
+        """Records `run` as a CUDA graph, which lives as long as this object: for a rollout, in which no weight changes.
+        If recording fails, each kernel of a step is launched by itself, as slowly as in transformers' loop."""
         graph, column, debug = torch.cuda.CUDAGraph(), self.column.clone(), torch.cuda.get_sync_debug_mode()
         capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
-        side = capture.capture_stream  # Always the same stream, as each keeps workspaces.
-        assert side is not None
+        side_stream = capture.capture_stream  # It is always the same stream, because each stream keeps workspaces.
+        assert side_stream is not None
         torch.cuda.empty_cache()  # the prefill's free blocks belong to another stream
-        side.wait_stream(torch.cuda.current_stream())
+        side_stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(side):
-                # The first run compiles and loads kernels. The second raises where the host waits for the GPU: a
-                # capture that failed for that would leave torch's allocator broken.
+            with torch.cuda.stream(side_stream):
+                # The first run compiles and loads kernels. The second raises if the host waits for the GPU: a
+                # capture that fails for this reason would leave torch's allocator broken.
                 for mode in ("default", "error"):
                     torch.cuda.set_sync_debug_mode(mode)
                     self.run()
@@ -195,5 +198,5 @@ class DecodingStep:
             generator.graphsafe_set_state(generator.clone_state())
         finally:
             torch.cuda.set_sync_debug_mode(debug)
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(side_stream)
             self.column.copy_(column)

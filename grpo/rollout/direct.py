@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Direct answers: one token is chosen behind each prompt, from a packed forward pass (DIRECT_ANSWERS).
 
-Simplified: nothing is generated. The prompt ends in ANSWER_BEFORE, one token names the action, and the tokens that
-close the answer are written behind it unasked, so that a completion reads like any other.
+A simplification of rollouts: nothing is generated. The prompt ends in ANSWER_BEFORE, one token names the action, and
+the tokens that close the answer are written behind it unasked, so that a completion reads like any other.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def choose_tokens(
     token_limit: int,
     share: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(a token (N,) chosen behind each of N prompts, the probabilities (N, K) that it is each of the tokens `actions`).
+    """(a token (N,) chosen behind each of N prompts, the probabilities (N, K) of the tokens `actions` there).
 
     At a temperature of 0 the likeliest token is chosen with a probability of 1. The prompts, as token ids, go through
-    `base`, a gpt-oss with its adapter inside or not, in micro-batches of at most `token_limit` tokens; equal ones in a
-    micro-batch are computed once if they `share`. Logits are held for one position of each prompt of a micro-batch.
+    `base`, a gpt-oss with its adapter inside or not, in micro-batches of at most `token_limit` tokens; with `share`,
+    equal prompts in a micro-batch are computed once. Logits are held for one position of each prompt of a micro-batch.
     """
     tokens = torch.zeros(len(prompts), dtype=torch.int64, device=base.device)
     probabilities = torch.zeros(len(prompts), len(actions), device=base.device)
@@ -42,7 +42,7 @@ def choose_tokens(
     micro_batches = cut_micro_batches(list(map(tuple, prompts)), lengths, token_limit, share)
     with evaluating(base):
         for indices in with_progress("choosing answers", micro_batches, "micro-batch", len(micro_batches), 1, LINE_S):
-            # Packing asks for a completion behind each prompt. Whichever token it is, it changes nothing before it.
+            # Packing needs a completion behind each prompt. Its token changes nothing, because nothing attends to it.
             packed = pack_batch(
                 [prompts[i] for i in indices], [[0]] * len(indices), share, attention in KERNELS, base.device
             )
@@ -58,7 +58,7 @@ def choose_tokens(
     return tokens, probabilities
 
 
-def completions_of(tokens: Tensor, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The completions, as token ids, that begin with `tokens` (N,), each closed as a whole answer would be."""
+def close_answers(tokens: Tensor, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The completions, as token ids, that begin with `tokens` (N,) and end with ANSWER_AFTER."""
     (closing,) = tokenizer(text=[ANSWER_AFTER], add_special_tokens=False)["input_ids"]
     return [[token, *closing] for token in tokens.tolist()]

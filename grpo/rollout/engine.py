@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM beside the trainer, asleep while it learns."""
+"""Runs vLLM beside the trainer on the same GPU; it sleeps while the trainer learns."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from grpo.plan.targets import expert_words
 from grpo.rollout.paged_weights import PagedWeights
 from grpo.rollout.shared_weights import share_weights
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
-from grpo.rollout.weight_sync import sync, write_adapter
+from grpo.rollout.weight_sync import sync_merged_weights, write_adapter
 from grpo.run.durable import scratch_folder
 from grpo.run.ending import RunFailure
 from grpo.settings import Settings
 
-Rows = Sequence[Sequence[int]]  # token ids
-Generated = tuple[list[list[int]], list[list[float | None]]]  # token ids of completions, a log-prob for each of them
+TokenRows = Sequence[Sequence[int]]  # token ids
+Generated = tuple[list[list[int]], list[list[float | None]]]  # token ids of completions, the log-prob of each token
 
 
 class EngineError(RunFailure):
-    """vLLM failed in a way from which this process cannot recover; the last checkpoint can."""
+    """vLLM failed in a way from which this process cannot recover. A new one can continue from the last checkpoint."""
 
     code = 4
     label = "vLLM"
@@ -41,8 +41,8 @@ class EngineError(RunFailure):
 
 @contextlib.contextmanager
 def engine_faults(action: str, advice: str) -> Iterator[None]:
-    """Turns any exception into an EngineError that names the engine's action and what helps: an in-process vLLM must
-    not be used again after an exception."""
+    """Turns any exception into an EngineError with the failed `action` and `advice` for the user, because a vLLM inside
+    this process must not be used again after an exception."""
     try:
         yield
     except Exception as error:
@@ -59,8 +59,9 @@ def gpu_used_gib() -> float:
 
 
 def vllm_modules(experts: bool) -> list[str]:
-    """The modules that vLLM adapts, with `experts` every layer's experts too. vLLM silently ignores an adapter's other
-    modules; without a list it would give the router buffers and kernels as well."""
+    """The modules to which vLLM applies an adapter; with `experts` also the experts of every layer. vLLM silently
+    ignores an adapter's other modules. Without a list it would allocate buffers and compile kernels for the router as
+    well."""
     return ["qkv_proj", "o_proj", "experts"] if experts else ["qkv_proj", "o_proj"]
 
 
@@ -70,17 +71,17 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
         "model": model_path,
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,  # token ids in, token ids out
-        "generation_config": "vllm",  # sampling and stop tokens come with each request alone
+        "generation_config": "vllm",  # Sampling and stop tokens come with each request, not from the checkpoint.
         "enable_sleep_mode": True,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,
         "max_num_batched_tokens": BATCHED_TOKENS,
         "kv_cache_memory_bytes": int(plan.cache * GIB),
-        # kv_cache_memory_bytes replaces this share as the limit; vLLM still refuses to start unless it is free.
+        # kv_cache_memory_bytes is the limit, not this share; but vLLM refuses to start unless the share is free.
         "gpu_memory_utilization": max(0.01, min(0.9, plan.awake / gpu_total)),
-        "logprobs_mode": "processed_logprobs",  # after temperature: what the importance correction compares
+        "logprobs_mode": "processed_logprobs",  # After temperature, as the importance correction compares them.
         "enable_prefix_caching": True,  # the completions of a prompt share its cache
-        "enable_flashinfer_autotune": False,  # it would take seconds to tune kernels that gpt-oss does not use
+        "enable_flashinfer_autotune": False,  # Tuning takes seconds, for kernels that gpt-oss does not use.
         "enforce_eager": settings.VLLM_EAGER,
         "disable_log_stats": True,
         "seed": settings.SEED,
@@ -104,7 +105,7 @@ def start_engine(
     settings: Settings, plan: EnginePlan, model_path: str, stop_token_ids: Sequence[int], policy: Module | None = None
 ) -> Engine:
     """Starts vLLM beside the loaded trainer and puts it to sleep. With EXPERTS=shared `policy` reads the
-    engine's frozen weights; with `paged` its own wait in host memory meanwhile. Raises EngineError."""
+    engine's frozen weights; with EXPERTS=paged its own are in host memory during the start. Raises EngineError."""
     with Phase("starting vLLM") as phase:
         total = torch.cuda.get_device_properties(0).total_memory / GIB
         pages = None
@@ -130,15 +131,15 @@ def start_engine(
         before = torch.cuda.mem_get_info()[0]
         engine.sleep()
         freed = torch.cuda.mem_get_info()[0] - before
-        freed += pages.nbytes if pages else 0  # the paged weights are back on the GPU by now
+        freed += pages.nbytes if pages else 0  # Engine.sleep has put the paged weights back on the GPU.
         phase.result = f"asleep, {freed / GIB:.1f} GiB freed"
     return engine
 
 
 class Engine:
-    """One vLLM in this process: awake for rollouts, asleep (level 1) while the trainer learns. It keeps no adapter that
-    could be stale: `rollout` syncs the weights every time. `sampling` and `lora_request` are vLLM's SamplingParams and
-    LoRARequest, passed in so that tests can put a stub in vLLM's place. Methods that call vLLM raise EngineError.
+    """One vLLM in this process: awake for rollouts, asleep (level 1) while the trainer learns. Its adapter cannot
+    be stale, because `rollout` syncs the weights every time. `sampling` and `lora_request` are vLLM's SamplingParams
+    and LoRARequest, passed in so that tests can put a stub in vLLM's place. Methods that call vLLM raise EngineError.
     """
 
     def __init__(self, llm: Any, sampling: Any, lora_request: Any, settings: Settings, stop_token_ids: Sequence[int]):
@@ -148,8 +149,8 @@ class Engine:
         self.folder: Path | None = None
         self.syncs = 0
         self.request = None  # The LoRARequest of the adapter that vLLM holds, with ROLLOUT_SYNC=lora.
-        # Of the last merge: the share of the adapter's update that vLLM's weights hold, and its standard error.
-        self.share: tuple[float, float] | None = None
+        # The share of the adapter's update that arrived in vLLM's weights at the last merge, and its standard error.
+        self.sync_share: tuple[float, float] | None = None
         self.asleep = False
         self.pages: PagedWeights | None = None  # the learner's weights, on the GPU only while the engine sleeps
         self.used_gib = 0.0  # GPU memory that all processes held when the last rollout was generated.
@@ -157,14 +158,14 @@ class Engine:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Notes the seconds that the block takes, under `name`."""
+        """Sets `seconds[name]` to the time that the block takes."""
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
 
     def lend_weights(self, policy: Module, whole: bool = False) -> None:
-        """Lets `policy`, loaded without them, read the awake engine's experts, embeddings and head, which stay on the
-        GPU from then on; with `whole` all of the engine's weights stay."""
+        """Lets `policy`, which was loaded without experts, embeddings and head, read those of the awake engine. They
+        stay on the GPU from then on; with `whole` all of the engine's weights do."""
         with engine_faults("lending the weights", "Set EXPERTS=paged"):
             from grpo.rollout.sleep_backend import lend  # This module imports vLLM.
 
@@ -172,8 +173,8 @@ class Engine:
             lend(None if whole else pointers)
 
     def wake(self) -> None:
-        """Brings weights and cache back onto the GPU. torch gives its free blocks back first: the engine maps memory
-        past torch's allocator and gets no second try (https://github.com/vllm-project/vllm/issues/15254)."""
+        """Brings weights and cache back onto the GPU. torch's free blocks are released first: the engine allocates
+        outside torch's allocator and does not retry (https://github.com/vllm-project/vllm/issues/15254)."""
         if not self.asleep:
             return
         advice = "The GPU is too full beside the trainer: lower MICRO_BATCH or VLLM_GPU_MEM"
@@ -187,13 +188,13 @@ class Engine:
         self.asleep = False
 
     def sleep(self) -> None:
-        """Moves the weights that are not lent to host memory, and drops the cache with its prefixes.
+        """Moves the weights that are not lent to host memory, and drops the KV cache with its prefixes.
 
-        The level alone changes nothing: `KeepBackend` keeps the weights at any level, which `wake` and the plan of host
-        memory rely on."""
+        Changing `level` would not drop the weights: `KeepBackend` keeps them at any level, and `wake` and the plan of
+        host memory rely on that."""
         if self.asleep:
             return
-        # vLLM also raises if the GPU holds more afterwards than before, even through another process.
+        # vLLM also raises if the GPU holds more after falling asleep than before, even because of another process.
         advice = "Host memory may be short, where its weights go, or another process took GPU memory meanwhile"
         if self.pages:
             advice += "; a lower MICRO_BATCH leaves more for paged weights"
@@ -204,14 +205,14 @@ class Engine:
         self.asleep = True
 
     def sync_weights(self, policy: Module, active: bool = True, seed: int | None = None) -> None:
-        """Gives the awake engine the adapter as it is now, or one of zeros if not `active`, and sets `share` to the
-        part of it that arrived. `seed` (default: SEED) is that of the random rounding. A native adapter gets an id and
-        a name that were never used: vLLM loads an id once, and keys its prefix cache by the name."""
-        self.share, s = None, self.settings
+        """Gives the awake engine the adapter as it is now, or one of zeros if not `active`, and sets `sync_share`
+        to the share of it that arrived. `seed` (default: SEED) is that of the stochastic rounding. A native adapter
+        gets an id and a name that were never used: vLLM loads an id once, and keys its prefix cache by the name."""
+        self.sync_share, s = None, self.settings
         with self.timed("handover"), engine_faults("the weight sync", "Try the other ROLLOUT_SYNC (experts need lora)"):
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
-                # Nobody else can read this folder, or foresee its name and put a link there.
+                # Other users can neither read this folder nor foresee its name and put a link there.
                 self.folder = self.folder or scratch_folder(Path(tempfile.gettempdir()))
                 write_adapter(policy, self.folder, s.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
@@ -219,7 +220,9 @@ class Engine:
             else:
                 # vLLM's worker is this process, so tensors pass by reference.
                 seed = s.SEED if seed is None else seed
-                (self.share,) = self.llm.apply_model(lambda model: sync(model, policy, seed, active))
+                (self.sync_share,) = self.llm.apply_model(
+                    lambda model: sync_merged_weights(model, policy, seed, active)
+                )
                 self.llm.reset_prefix_cache()  # The cache was computed with other weights.
 
     def use_adapter(self, folder: Path | None) -> None:
@@ -228,16 +231,17 @@ class Engine:
 
     def generate(
         self,
-        prompt_ids: Rows,
+        prompt_ids: TokenRows,
         seed: int,
         max_tokens: int | None = None,
         top_p: float | None = None,
         temperature: float | None = None,
     ) -> Generated:
         """One completion for each row, in order; a prompt is repeated for each of its completions. Returns token ids,
-        the stop token included, and the log-prob of each token after temperature: none at another `temperature` than
-        TEMPERATURE (0: greedy), as they would describe another distribution. `seed` is that of torch's generator, from
-        which vLLM draws in this process: a generator for each request would cost a kernel per sequence and token."""
+        the stop token included, and the log-prob of each token after temperature. If a `temperature` is passed (0:
+        greedy) there are no log-probs, because they would describe another distribution than TEMPERATURE's. `seed` is
+        for torch's global generator, from which vLLM draws: a generator for each request would cost a kernel per
+        sequence and token."""
         s, is_rollout = self.settings, temperature is None
         parameters = self.sampling(
             n=1,
@@ -257,15 +261,15 @@ class Engine:
             try:
                 outputs = [output.outputs[0] for output in self._run(prompt_ids, parameters)]
                 ids = [list(output.token_ids) for output in outputs]
-                known = [output.logprobs.logprobs for output in outputs] if is_rollout else []
-                values = [[None if math.isnan(v) else v for v in row] for row in known]
+                token_logprobs = [output.logprobs.logprobs for output in outputs] if is_rollout else []
+                values = [[None if math.isnan(v) else v for v in row] for row in token_logprobs]
             finally:
                 gc.enable()
             if is_rollout and list(map(len, ids)) != list(map(len, values)):
                 raise RuntimeError("the engine gave another number of log-probs than of tokens")
         return ids, values
 
-    def score(self, rows: Rows) -> list[list[float]]:
+    def score(self, rows: TokenRows) -> list[list[float]]:
         """Log-probs of tokens 1..N-1 of each row, at temperature 1 whatever TEMPERATURE is. Rows must be short: vLLM
         holds the float32 logits of a whole row."""
         parameters = self.sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -276,7 +280,7 @@ class Engine:
                 for row, output in zip(rows, outputs, strict=True)
             ]
 
-    def _run(self, rows: Rows, parameters: Any) -> list[Any]:
+    def _run(self, rows: TokenRows, parameters: Any) -> list[Any]:
         prompts = [{"prompt_token_ids": list(row)} for row in rows]
         with Phase("generating", first_s=LINE_S):
             outputs = self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=self.request)
@@ -285,7 +289,7 @@ class Engine:
         return outputs
 
     def rollout(
-        self, policy: Module, prompt_ids: Rows, seed: int, active: bool = True, temperature: float | None = None
+        self, policy: Module, prompt_ids: TokenRows, seed: int, active: bool = True, temperature: float | None = None
     ) -> Generated:
         """Wakes, syncs the weights, generates and sleeps. Returns what `generate` does."""
         self.wake()

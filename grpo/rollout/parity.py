@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train/inference mismatch check: vLLM's log-probs against the trainer's."""
+"""The train/inference mismatch check: compares vLLM's log-probs with the trainer's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from grpo.model.attention import KERNELS, base_of, hidden_states
-from grpo.model.expert_lora import base_norm, update_norm
+from grpo.model.attention import KERNELS, hidden_states, unwrap_peft
+from grpo.model.expert_lora import update_norm, weight_norm
 from grpo.model.load import evaluating
 from grpo.model.packing import pack_batch
 from grpo.phases import Phase
-from grpo.rollout.engine import Engine, Rows
+from grpo.rollout.engine import Engine, TokenRows
 from grpo.rollout.weight_sync import lora_layers
 from grpo.run.ending import RunFailure
 from grpo.run.logs import banner_text
@@ -31,11 +31,11 @@ class ParityError(RunFailure):
     is_zipped = False
 
 
-PARITY_PROMPTS, PARITY_TOKENS, PARITY_SAMPLED = 4, 256, 32  # prompts, fixed tokens of each, sampled tokens of each
-PARITY_STRENGTH = 0.3  # of the test adapter: norm of its update against the norm of the weight
-PARITY_VISIBLE = 0.01  # nats: least effect of the test adapter that the check must see
-# Share of a small update that may be lost or added on its way, beside four standard errors of random rounding. With
-# gpt-oss-20b's sizes the error is some 2e-4.
+PARITY_PROMPTS, PARITY_TOKENS, PARITY_SAMPLED = 4, 256, 32  # Counts: prompts, fixed tokens of each, sampled ones.
+PARITY_STRENGTH = 0.3  # Norm of the test adapter's update, as a share of the norm of the weight.
+PARITY_VISIBLE = 0.01  # Nats: the check must see at least this effect of the test adapter.
+# Share of a small update that may be lost or added on its way, besides four standard errors of stochastic rounding.
+# With gpt-oss-20b's sizes the standard error is some 2e-4.
 SHARE_LIMIT = 0.01
 
 
@@ -44,12 +44,12 @@ def check_mismatch(trainer: Any) -> None:
     the same adapter.
 
     The adapter of a fresh run is zero and would prove nothing, so a strong random one takes its place for the test.
-    Fixed tokens test the engine's prefill, sampled ones its decoding. Both are repeated after a sleep with another
-    adapter, which an engine that kept the first one would fail. The control is the trainer with its adapter switched
-    off: if that agreed as well, the comparison could not see an adapter at all.
+    Fixed tokens test the engine's prefill, sampled ones its decoding. Both are repeated after a sleep and with
+    another adapter: an engine that kept the first adapter fails there. The control is the trainer with its adapter
+    switched off: if that agreed as well, the comparison could not see an adapter at all.
 
-    An adapter as small as one step makes it changes no log-prob visibly, so its share that arrives in the engine's
-    weights is measured instead.
+    The update of a single step is too small to change log-probs visibly. Instead, the check measures which share of
+    such an update arrives in the engine's weights.
 
     Raises ParityError. Logs mean and maximum of |difference| in nats.
     """
@@ -69,12 +69,12 @@ def check_mismatch(trainer: Any) -> None:
                 for b in matrices:
                     b.neg_()
         if s.ROLLOUT_SYNC != "lora":  # With a native adapter there are no merged weights to compare.
-            make_small(matrices, s.LEARNING_RATE, s.SEED)
+            fill_with_small_update(matrices, s.LEARNING_RATE, s.SEED)
             check.compare_share()
 
 
 class MismatchCheck:
-    """Log-probs of the run's first prompts and of completions, by its engine and by its trainer."""
+    """Compares the log-probs that engine and trainer give the run's first prompts and completions of them."""
 
     def __init__(self, trainer: Any):
         run = trainer.run
@@ -109,14 +109,14 @@ class MismatchCheck:
             # A confident model samples tokens that no adapter changes: only fixed ones must show the control.
             problem = parity_problem(mean, control if kind == "fixed tokens" else None, s.PARITY_LIMIT)
             if problem:
-                raise ParityError(f"{moment}, {kind}: {problem}. {self.bare_difference()}")
+                raise ParityError(f"{moment}, {kind}: {problem}. {self.difference_without_adapter()}")
 
     def compare_share(self) -> None:
         """Raises ParityError unless the whole update arrives in vLLM's weights."""
         self.engine.wake()
         self.engine.sync_weights(self.policy)
         self.engine.sleep()
-        share, error = self.engine.share or (math.nan, 0.0)
+        share, error = self.engine.sync_share or (math.nan, 0.0)
         log.info("parity of an update as small as a first step's: %.2f%% of it reach vLLM's weights", 100 * share)
         if not abs(share - 1) <= SHARE_LIMIT + 4 * error:
             raise ParityError(
@@ -126,20 +126,20 @@ class MismatchCheck:
             )
 
     def differences(
-        self, engine_rows: Sequence[Sequence[float | None]], rows: Rows, first: Sequence[int], temperature: float
+        self, engine_rows: Sequence[Sequence[float | None]], rows: TokenRows, first: Sequence[int], temperature: float
     ) -> dict[str, float]:
         """How far the engine's log-probs of tokens `first[i]`.. of each row are from the trainer's, in nats: mean and
         maximum, and the mean with the trainer's adapter switched off."""
-        engines = torch.tensor([math.nan if v is None else v for row in engine_rows for v in row])
-        difference = (engines - self.trainer_logps(rows, first, temperature)).abs()
+        engine_logps = torch.tensor([math.nan if v is None else v for row in engine_rows for v in row])
+        difference = (engine_logps - self.trainer_logps(rows, first, temperature)).abs()
         with self.policy.disable_adapter():
-            control = (engines - self.trainer_logps(rows, first, temperature)).abs()
+            control = (engine_logps - self.trainer_logps(rows, first, temperature)).abs()
         means = {"mean": difference.mean().item(), "control_mean": control.mean().item()}
         return means | {"max": difference.max().item()}
 
-    def bare_difference(self) -> str:
-        """A sentence on how far engine and trainer are apart without an adapter, which tells whether adapters are the
-        cause at all."""
+    def difference_without_adapter(self) -> str:
+        """A sentence on how far engine and trainer differ without an adapter: it tells whether the adapter is the
+        cause."""
         self.engine.wake()
         self.engine.sync_weights(self.policy, active=False)
         scored = self.engine.score(self.fixed)
@@ -150,9 +150,9 @@ class MismatchCheck:
             "itself otherwise, and PARITY_LIMIT above it accepts that"
         )
 
-    def trainer_logps(self, rows: Rows, first: Sequence[int], temperature: float) -> torch.Tensor:
+    def trainer_logps(self, rows: TokenRows, first: Sequence[int], temperature: float) -> torch.Tensor:
         """The trainer's log-probs of tokens `first[i]`.. of each row, in order: (N,), float32 on the CPU."""
-        base, logps = base_of(self.policy), []
+        base, logps = unwrap_peft(self.policy), []
         for row, start in zip(rows, first, strict=True):
             packed = pack_batch([row[:start]], [row[start:]], True, self.attention in KERNELS, base.device)
             with torch.no_grad(), self.autocast():
@@ -163,9 +163,9 @@ class MismatchCheck:
 
 
 @torch.no_grad()
-def make_small(matrices: Sequence[torch.Tensor], size: float, seed: int) -> None:
-    """Fills matrices B with numbers of one size and random signs; with the learning rate as the size, AdamW's first
-    step leaves such numbers."""
+def fill_with_small_update(matrices: Sequence[torch.Tensor], size: float, seed: int) -> None:
+    """Fills matrices B with plus or minus `size` at random. AdamW's first step leaves such matrices, with the learning
+    rate as the size."""
     generator = torch.Generator().manual_seed(seed)
     for b in matrices:
         b.copy_(torch.randint(2, b.shape, generator=generator) * (2 * size) - size)
@@ -173,8 +173,8 @@ def make_small(matrices: Sequence[torch.Tensor], size: float, seed: int) -> None
 
 @contextlib.contextmanager
 def strong_adapter(policy: torch.nn.Module, seed: int) -> Iterator[list[torch.Tensor]]:
-    """Puts random matrices in place of the adapter's B, (out, r) of each layer, and yields them. B comes back
-    afterwards."""
+    """Puts random matrices in place of the adapter's B, (out, r) of each layer, and yields these. After
+    the block, B is as before."""
     layers, generator = list(lora_layers(policy).values()), torch.Generator().manual_seed(seed)
     matrices: list[torch.Tensor] = [layer.get_parameter("lora_B.default.weight") for layer in layers]
     kept = [b.detach().clone() for b in matrices]
@@ -182,7 +182,7 @@ def strong_adapter(policy: torch.nn.Module, seed: int) -> Iterator[list[torch.Te
         with torch.no_grad():
             for layer, b in zip(layers, matrices, strict=True):
                 b.copy_(torch.randn(b.shape, generator=generator))
-                b.mul_(PARITY_STRENGTH * base_norm(layer) / update_norm(layer))
+                b.mul_(PARITY_STRENGTH * weight_norm(layer) / update_norm(layer))
         yield matrices
     finally:
         with torch.no_grad():
@@ -191,8 +191,8 @@ def strong_adapter(policy: torch.nn.Module, seed: int) -> Iterator[list[torch.Te
 
 
 def parity_problem(mean: float, control: float | None, limit: float) -> str | None:
-    """Why log-probs that differ by `mean` nats, and by `control` without the adapter (None: not compared), are not good
-    enough, or None."""
+    """Why the check fails with log-probs that differ by `mean` nats, and by `control` without the adapter (None: not
+    compared). None if it passes."""
     if not mean <= limit:
         return (
             f"vLLM and trainer differ by {mean:.4f} nats a token on average, PARITY_LIMIT is {limit:g}. Try the other "

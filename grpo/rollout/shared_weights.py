@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learner reads vLLM's own experts, embeddings and output head, which must then stay on the GPU. Read in vLLM 0.26:
-vllm/model_executor/models/gpt_oss.py, layers/vocab_parallel_embedding.py, layers/quantization/mxfp4.py
-(GptOssMxfp4MoEMethod), and the layouts of its copy of triton_kernels."""
+"""Lets the learner read vLLM's experts, embeddings and output head, which must then stay on the GPU.
+
+Written for vLLM 0.26: vllm/model_executor/models/gpt_oss.py, layers/vocab_parallel_embedding.py,
+layers/quantization/mxfp4.py (GptOssMxfp4MoEMethod), and the layouts of its copy of triton_kernels."""
 
 from __future__ import annotations
 
@@ -10,26 +11,26 @@ from typing import Any
 import torch
 
 from grpo.model.experts import quantized_experts
-from grpo.model.load import tables_of
+from grpo.model.load import vocab_weights
 
 # The layouts that `grpo.model.experts.dequantize_swizzled` reads, as triton_kernels describes them.
-VALUES = {"name": "HOPPER_VALUE", "mx_axis": 1, "mma_version": 3}
-SCALES = {"name": "HOPPER_SCALE", "mx_axis": 1, "num_warps": 8}
+VALUE_LAYOUT = {"name": "HOPPER_VALUE", "mx_axis": 1, "mma_version": 3}
+SCALE_LAYOUT = {"name": "HOPPER_SCALE", "mx_axis": 1, "num_warps": 8}
 
 
 def share_weights(policy: torch.nn.Module, model: Any) -> list[int]:
     """Lets `policy`, loaded without experts, embeddings and head, use the weights of vLLM's GptOss `model`, which never
     change. Returns the addresses of the tensors.
 
-    Raises RuntimeError, and changes nothing, if vLLM keeps them as other tensors or in another layout than on a Hopper
-    card: on other cards, and with vLLM's own LoRA, its experts have other kernels."""
-    modules, tables, experts = quantized_experts(policy), tables_of(policy), []
+    Raises RuntimeError, and changes nothing, if vLLM keeps the weights as other tensors or in another layout than on a
+    Hopper card, as it does on other cards and with its own LoRA, whose kernels need that."""
+    modules, tables, experts = quantized_experts(policy), vocab_weights(policy), []
     try:
         for module, layer in zip(modules, model.model.layers, strict=True):
             routed = layer.mlp.experts.routed_experts
             inner, hidden = module.gate_up_proj_bias.shape[1] // 2, module.down_proj_bias.shape[1]
-            gate_up = swizzled(routed.w13_weight, routed.quant_method.w13_precision_config)
-            down = swizzled(routed.w2_weight, routed.quant_method.w2_precision_config)
+            gate_up = swizzled_tensors(routed.w13_weight, routed.quant_method.w13_precision_config)
+            down = swizzled_tensors(routed.w2_weight, routed.quant_method.w2_precision_config)
             experts.append({"gate_up_proj": (*gate_up, 2 * inner, hidden), "down_proj": (*down, hidden, inner)})
         pairs = zip(tables, (model.model.embedding, model.lm_head), strict=True)
         rows = [module.weight.data[: len(table)] for table, module in pairs]  # vLLM pads tables to a multiple of 64.
@@ -43,11 +44,11 @@ def share_weights(policy: torch.nn.Module, model: Any) -> list[int]:
     return [tensor.data_ptr() for tensor in (*lent, *rows)]
 
 
-def swizzled(weight: Any, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def swizzled_tensors(weight: Any, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and scales of a matrix of experts, from triton_kernels' Tensor and PrecisionConfig. Raises AttributeError
     or RuntimeError for another layout."""
     storages = weight.storage, config.weight_scale.storage
-    for storage, expected in zip(storages, (VALUES, SCALES), strict=True):
+    for storage, expected in zip(storages, (VALUE_LAYOUT, SCALE_LAYOUT), strict=True):
         layout = {name: getattr(storage.layout, name) for name in expected}
         if layout != expected:
             raise RuntimeError(f"vLLM keeps its experts as {layout}, not as {expected}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sleep backend for vLLM that copies weights which never change to host memory once instead of at every sleep.
 
-vLLM's own copies all of them each time (0.3 s against 0.06 s on an H100). vLLM imports this module by its name at the
-first sleep; nothing else may, as vLLM is not installed everywhere. Read in 0.26: vllm/device_allocator/cumem.py.
+vLLM's own backend copies all of them each time (0.3 s against 0.06 s on an H100). vLLM imports this module by its name
+at the first sleep; nothing else may, as vLLM is not installed everywhere. Written for vLLM 0.26,
+vllm/device_allocator/cumem.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from vllm.device_allocator import get_mem_allocator_instance
 from vllm.device_allocator.cumem import libcudart, unmap_and_release
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 
-from grpo.rollout.paged_weights import pinned
+from grpo.rollout.paged_weights import pinned_buffer
 
 KEEP_BYTES = 32 * 2**20  # larger allocations hold experts and embeddings, which never change
 LENT = "lent"  # tag of allocations that stay on the GPU while vLLM sleeps
@@ -32,14 +33,15 @@ def lend(pointers: Iterable[int] | None) -> None:
 
 
 class KeepBackend(CuMemBackend):
-    """vLLM's own backend with another way to fall asleep; waking copies back the allocations that have a backup."""
+    """Copies weights that never change to host memory at the first sleep only, and leaves lent ones on the GPU. Waking
+    is vLLM's own: it copies back the allocations that have a backup."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[int, torch.Tensor] = {}  # address on the GPU -> bytes in host memory
 
     def suspend(self, level: int = 1) -> None:
-        """Sleeps as at level 1, the only `level` that the engine asks for."""
+        """Puts vLLM to sleep as at level 1, whatever `level` is; the engine asks for no other."""
         self._state = "SUSPENDED"
         for pointer, data in get_mem_allocator_instance().pointer_to_data.items():
             if data.tag == LENT:
@@ -47,8 +49,8 @@ class KeepBackend(CuMemBackend):
             size, backup = data.handle[1], self.kept.get(pointer)
             if data.tag == "weights" and backup is None:
                 if size >= KEEP_BYTES:
-                    backup = self.kept[pointer] = pinned(size)
-                else:  # attention weights, LoRA buffers: written between two sleeps
+                    backup = self.kept[pointer] = pinned_buffer(size)
+                else:  # Attention weights and LoRA buffers are written between two sleeps.
                     backup = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 libcudart.cudaMemcpy(backup.data_ptr(), pointer, size)
             data.cpu_backup_tensor = backup
@@ -57,6 +59,7 @@ class KeepBackend(CuMemBackend):
         torch.cuda.empty_cache()
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Wakes only what sleeps: vLLM's own method maps all allocations of the tags, mapped already or not."""
+        """Wakes the allocations that sleep, whatever `tags` are. vLLM's own method would also map lent ones, which are
+        mapped already."""
         allocations = get_mem_allocator_instance().pointer_to_data.values()
         super().resume(sorted({data.tag for data in allocations if data.is_asleep}))

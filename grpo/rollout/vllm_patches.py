@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to vLLM and to the process that it starts in, each with its upstream issue or source file."""
+"""Changes vLLM and the process in which it starts. Each change names its upstream issue or source file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import triton
 
 from grpo.settings import log
 
-# TRL sets the same level of logging; below it vLLM warns of every kernel that a rollout compiles (vllm/envs.py).
+# TRL sets the same level of logging; with a lower one vLLM warns of every kernel that a rollout compiles
+# (vllm/envs.py).
 VLLM_SWITCHES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 # vLLM redirects these for its own compilation (vllm/compilation/); the trainer's kernels must not follow.
 COMPILER_VARIABLES = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -28,9 +29,11 @@ def vllm_environment() -> Iterator[None]:
     kept = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     for name, value in VLLM_SWITCHES.items():
         os.environ.setdefault(name, value)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # Weights and seed would not reach another process.
-    # torch moves Triton's cache into its own, which vLLM keeps by settings, in a process that compiles but not in one
-    # that loads compiled code: https://github.com/sgl-project/sglang-omni/issues/439
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        "0"  # The weight sync and torch's seed would not reach another process.
+    )
+    # In a process that compiles, but not in one that loads compiled code, torch moves Triton's cache into its own, of
+    # which vLLM has one per configuration: https://github.com/sgl-project/sglang-omni/issues/439
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
     try:
         yield
@@ -42,8 +45,8 @@ def vllm_environment() -> Iterator[None]:
 
 
 def patch_kernels() -> None:
-    """Repairs vLLM's copy of triton_kernels before the engine compiles any of it. Where a repair fails, the run is
-    slower and otherwise the same."""
+    """Repairs vLLM's copy of triton_kernels before the engine compiles any of it. If a repair fails, rollouts take
+    longer, with the same results."""
     for patch in (compile_router_once, tune_decoding):
         try:
             from vllm.utils.import_utils import has_triton_kernels  # vLLM is optional
@@ -57,9 +60,9 @@ def patch_kernels() -> None:
 def compile_router_once() -> None:
     """Turns a stride that two kernels of vLLM's router take as a compile-time constant into an argument.
 
-    It is the number of tokens rounded up to 32, so every new size of a prefill compiled both kernels in the middle of a
-    rollout, 1.2 s on an H100. Upstream repaired it in the same way, after the copy of triton_kernels that vLLM 0.26
-    ships: https://github.com/triton-lang/triton/issues/10872.
+    The stride is the number of tokens rounded up to 32, so every new size of a prefill compiled both kernels in the
+    middle of a rollout, 1.2 s on an H100. Upstream repaired it in the same way, after the copy of triton_kernels that
+    vLLM 0.26 ships: https://github.com/triton-lang/triton/issues/10872.
     """
     # Imported by their full names, as `from triton_kernels import topk` would load vLLM's copy a second time.
     tensor, topk = map(importlib.import_module, ("triton_kernels.tensor", "triton_kernels.topk"))
@@ -76,8 +79,8 @@ def compile_router_once() -> None:
 
 def tune_decoding() -> None:
     """Lets two blocks of the experts' products share a multiprocessor of a Hopper card while decoding: at most 128
-    registers a thread (the second product takes 129), and tiles in plain order. The results are the same bits, 3 to 8%
-    sooner with 1 to 96 sequences.
+    registers a thread (the second product takes 129), and tiles in plain order. The results are the same bits;
+    decoding is 3 to 8% faster with 1 to 96 sequences.
 
     Only tiles of 16 rows are tuned, gpt-oss-20b's for up to 135 tokens: larger ones would spill. triton_kernels' own
     update_opt_flags_constraints knows neither the size nor these two flags (matmul_ogs_details/opt_flags.py).
@@ -88,8 +91,8 @@ def tune_decoding() -> None:
         return
 
     @functools.wraps(choose)
-    def tuned(*arguments: Any, **named: Any) -> Any:
-        flags = choose(*arguments, **named)
+    def tuned(*arguments: Any, **options: Any) -> Any:
+        flags = choose(*arguments, **options)
         if flags.block_m != 16:
             return flags
         kernel = {**flags.target_kernel_kwargs, "maxnreg": 128}
@@ -99,8 +102,8 @@ def tune_decoding() -> None:
 
 
 def keep_weights_asleep(llm: Any) -> None:
-    """Lets vLLM sleep by grpo/rollout/sleep_backend.py. Backends are pluggable, and vLLM reads which to take at the
-    first sleep (vllm/device_allocator/sleep_mode_backend.py)."""
+    """Makes vLLM sleep by grpo/rollout/sleep_backend.py. Backends are pluggable; vLLM reads at the first sleep which
+    one to take (vllm/device_allocator/sleep_mode_backend.py)."""
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory  # vLLM is optional
 
     SleepModeBackendFactory.register_backend("keep", "grpo.rollout.sleep_backend", "KeepBackend")
@@ -108,6 +111,6 @@ def keep_weights_asleep(llm: Any) -> None:
 
 
 def close_process_group() -> None:
-    """Closes vLLM's process group at the very end of the process: torch warns of an open one."""
+    """Closes vLLM's process group at the end of the process, because torch warns of an open one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight sync: the trainer's adapter in the form that vLLM takes, and the share of it that arrives."""
+"""The weight sync: passes the trainer's adapter to vLLM, and measures the share of it that arrives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lora_layers(policy: Module) -> dict[str, Module]:
     return {name: layer for name, layer in modules if isinstance(layer, LoraLayer) and "default" in layer.lora_A}
 
 
-def factors(layer: Module, active: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def linear_factors(layer: Module, active: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """A (r, in) and scale * B (out, r) of an adapted layer, in float32; B is zero where the adapter is not `active`."""
     assert isinstance(layer, LoraLayer)
     a, b = (layer.get_parameter(f"lora_{kind}.default.weight").detach().float() for kind in "AB")
@@ -29,8 +29,9 @@ def factors(layer: Module, active: bool = True) -> tuple[torch.Tensor, torch.Ten
 
 
 def vllm_weight(name: str, rows: int) -> tuple[str, slice]:
-    """The weight of vLLM's GptOss that contains the projection `name` of so many rows, and its rows in there: q, k, v
-    are parts of `attn.qkv_proj`, in that order (vllm/model_executor/models/gpt_oss.py)."""
+    """(name of the weight of vLLM's GptOss that contains the projection `name`, the slice of its rows that this takes).
+    The projection has `rows` rows. q, k and v are parts of `attn.qkv_proj`, in that order
+    (vllm/model_executor/models/gpt_oss.py)."""
     stem, _, kind = name.removeprefix("base_model.model.").rpartition(".")
     # Query rows come first, then as many key rows as value rows.
     parts = {"q_proj": slice(rows), "k_proj": slice(-2 * rows, -rows), "v_proj": slice(-rows, None)}
@@ -43,7 +44,7 @@ def write_adapter(policy: Module, folder: Path, rank: int, active: bool = True) 
     multiplied in float32 and rounded once. B is zero where the adapter is not `active`."""
     tensors, layers = {}, lora_layers(policy)
     for name, layer in layers.items():
-        for kind, weight in zip("AB", factors(layer, active), strict=True):
+        for kind, weight in zip("AB", linear_factors(layer, active), strict=True):
             tensors[f"{name}.lora_{kind}.weight"] = weight.to("cpu", torch.bfloat16).contiguous()
     modules = sorted({name.removesuffix(".base_layer").split(".")[-1] for name in layers})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
@@ -52,48 +53,49 @@ def write_adapter(policy: Module, folder: Path, rank: int, active: bool = True) 
     save_file(tensors, folder / ADAPTER)
 
 
-def rounded_at_random(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Float32 `values` (finite) as BF16, up or down with such odds that the mean is the value. Values that BF16 holds
-    stay. A float's bits count up in size whatever its sign: 16 random ones are added to the half that BF16 omits."""
+def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Finite float32 `values` as BF16, rounded up or down such that the expectation is the value; values that BF16 can
+    represent are unchanged. The bits of a float, without its sign, count up with its size, so 16 random bits are added
+    to those that BF16 cuts off."""
     noise = torch.randint(1 << 16, values.shape, generator=generator, device=values.device, dtype=torch.int32)
     return noise.add_(values.contiguous().view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32).bfloat16()
 
 
-def gained_along(a: torch.Tensor, b: torch.Tensor, gained: torch.Tensor) -> torch.Tensor:
+def update_products(a: torch.Tensor, b: torch.Tensor, gained: torch.Tensor) -> torch.Tensor:
     """<G, U>, <U, U> and <G, G> (3,) of the change G (out, in) of a weight and its update U = b (out, r) @ a (r, in):
-    all in float32, <U, U> by products of r x r alone."""
+    all in float32. U is never computed."""
     squared = torch.linalg.vector_norm(gained).square()
     return torch.stack((((b.T @ gained) * a).sum(), ((b.T @ b) * (a @ a.T)).sum(), squared))
 
 
-def share_of(sums: Sequence[torch.Tensor], elements: int) -> tuple[float, float] | None:
-    """The share of an update by which that many elements of weights have changed, and its standard error, from
-    `gained_along` of every weight: the sum of <G, U> by that of <U, U>. None where there is no update."""
-    along, update, gained = torch.stack(tuple(sums)).sum(0).tolist()
+def update_share(sums: Sequence[torch.Tensor], elements: int) -> tuple[float, float] | None:
+    """(share of an update that arrived in weights with so many `elements`, its standard error), from `update_products`
+    of every weight. The share is the sum of <G, U> divided by the sum of <U, U>. None if there is no update."""
+    along, update, change = torch.stack(tuple(sums)).sum(0).tolist()
     if not update:
         return None
-    # The change beside the update consists of rounding errors that are independent of each other.
-    return along / update, (max(gained - 2 * along + update, 0.0) / elements / update) ** 0.5
+    # The part of the change beside the update consists of rounding errors that are independent of each other.
+    return along / update, (max(change - 2 * along + update, 0.0) / elements / update) ** 0.5
 
 
 @torch.no_grad()
-def sync(model: Module, policy: Module, seed: int, active: bool = True) -> tuple[float, float] | None:
+def sync_merged_weights(model: Module, policy: Module, seed: int, active: bool = True) -> tuple[float, float] | None:
     """Pushes W + scale * B @ A of every adapted layer into the weights of vLLM's `model`. Weights in BF16 are rounded
-    at random, by `seed`: rounded to the nearest, most of a small update would be lost.
+    stochastically, by `seed`: rounding to the nearest would lose most of a small update.
 
     Returns the share of the update that the weights then contain, and the standard error that the rounding gives it;
-    None where the adapter is zero or not `active`. The base is only read: PEFT's merge_adapter works in place and
+    None if the adapter is zero or not `active`. The base is only read: PEFT's merge_adapter works in place and
     drifts (https://github.com/huggingface/trl/issues/6688). Raises RuntimeError for a weight of another shape.
     """
     targets, sums, elements = {name: weight.data for name, weight in model.named_parameters()}, [], 0
     # The rounding takes another seed than sampling, which would otherwise draw the very same numbers.
     generator = torch.Generator(next(iter(targets.values())).device).manual_seed(seed + 1)
     for name, layer in lora_layers(policy).items():
-        (a, b), weight = factors(layer, active), layer.get_parameter("base_layer.weight").float()
+        (a, b), weight = linear_factors(layer, active), layer.get_parameter("base_layer.weight").float()
         target_name, rows = vllm_weight(name, len(b))
         target, merged = targets[target_name][rows], torch.addmm(weight, b, a)
-        target.copy_(rounded_at_random(merged, generator) if target.dtype == torch.bfloat16 else merged)
+        target.copy_(round_stochastically(merged, generator) if target.dtype == torch.bfloat16 else merged)
         if active:
-            sums.append(gained_along(a, b, target.float() - weight))
+            sums.append(update_products(a, b, target.float() - weight))
             elements += weight.numel()
-    return share_of(sums, elements) if active else None
+    return update_share(sums, elements) if active else None

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import SPECIAL, Row, column_names
+from grpo.data.files import HARMONY_TOKEN, Row, column_names
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
-from grpo.data.scoring import Reward, first_state, load_rewards, read_completion, reward_titles, score, total
+from grpo.data.scoring import Reward, initial_trainer_state, load_rewards, read_completion, reward_titles, score, total
 from grpo.run.durable import read_json
 from grpo.settings import Settings
 
@@ -55,12 +55,12 @@ def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -
     row = Row(**json.loads(extra_info["row"]))
     truncated, ids = extra_info["truncated"], extra_info["completion_ids"]
     turn = solution_str if extra_info["harmony"] else as_turn(solution_str, truncated)
-    plain = SPECIAL.sub("", solution_str) if extra_info["harmony"] else solution_str
+    plain = HARMONY_TOKEN.sub("", solution_str) if extra_info["harmony"] else solution_str
     completion = read_completion(row, turn, plain, len(ids), truncated)
     with SCORING_LOCK:
         weights, functions = load_spec(spec)
         # The row has every column, and verl does not tell reward functions its step.
-        (values,) = score(functions, [completion], [ids], column_names([row]), first_state(0))
+        (values,) = score(functions, [completion], [ids], column_names([row]), initial_trainer_state(0))
     reward = total([weight * value for weight, value in zip(weights.values(), values, strict=True)])
     if math.isnan(reward):
         raise RuntimeError(f"REWARDS: {', '.join(weights)} left out {row.id} (None), and verl needs a number for each")

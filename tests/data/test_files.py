@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from grpo.data import files
-from grpo.data.files import SHOWN, Row, read_csv, read_rows, reward_columns
+from grpo.data.files import MOST_PROBLEMS, Row, read_csv, read_rows, reward_columns
 from grpo.data.prompts import answer_of, compile_template, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
@@ -64,8 +64,10 @@ def test_messages_may_be_text(tmp_path, write):
     """As pandas writes a data set of conversations to a CSV, and who encodes JSON twice to JSON lines."""
     header = ["prompt", "system", "reward_action_0", "reward_action_1"]
     rows, problems = load_table(tmp_path / "d.csv", header, [write(TALK), "", 1, 2], ["[{in braces}]", "", 1, 2])
-    assert not problems and rows[0].messages == MESSAGES and rows[0].given == TALK
-    assert rows[1].messages == (("user", "[{in braces}]"),) and rows[1].given == "[{in braces}]", "else a user's text"
+    assert not problems and rows[0].messages == MESSAGES and rows[0].trl_prompt == TALK
+    assert rows[1].messages == (("user", "[{in braces}]"),) and rows[1].trl_prompt == "[{in braces}]", (
+        "else a user's text"
+    )
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):
@@ -126,7 +128,7 @@ def test_every_bad_cell_is_listed_once_and_long_cells_and_lists_are_cut(tmp_path
     problem = only(load_table(path, HEADER, GOOD, *[[GOOD[0], "x", 1]] * 50)[1])
     assert "row 2 (line 3), column" in problem and problem.endswith(". Further rows like it: 49")
     _, problems = load_table(path, HEADER, *([GOOD[0], f"{n}{'a' * 1000}", 1] for n in range(50)))
-    assert len(problems) == SHOWN + 1 and "and 30 more" in problems[-1] and len(problems[0]) < 500
+    assert len(problems) == MOST_PROBLEMS + 1 and "and 30 more" in problems[-1] and len(problems[0]) < 500
 
 
 def test_messages_are_a_prompt_where_there_is_no_other(tmp_path):
@@ -134,9 +136,9 @@ def test_messages_are_a_prompt_where_there_is_no_other(tmp_path):
     path = tmp_path / "d.jsonl"
     rows, problems = load_json(path, messages=TALK, level=3)
     assert not problems and rows[0].messages == MESSAGES
-    assert rows[0].given == TALK and reward_columns(rows[0]) == {"messages": TALK, "level": 3}
+    assert rows[0].trl_prompt == TALK and reward_columns(rows[0]) == {"messages": TALK, "level": 3}
     rows, problems = load_json(path, messages=ANSWERED, prompt="7?")
-    assert not problems and rows[0].messages == (("user", "7?"),) and rows[0].given == "7?"
+    assert not problems and rows[0].messages == (("user", "7?"),) and rows[0].trl_prompt == "7?"
     problem = only(load_json(path, messages=ANSWERED)[1])
     assert "column messages: it ends with a message of the role 'assistant'" in problem
     assert "column messages: it is no list of messages" in only(load_json(path, messages="hello")[1])
@@ -227,7 +229,7 @@ def test_rendering_is_transformers_own(tiny):
 def test_many_rows_are_rendered_and_counted_as_few(tiny, monkeypatch):
     """With one compilation, in several batches."""
     path = tiny / "tokenizer.json"
-    monkeypatch.setattr("grpo.data.prompts.AT_ONCE", 10)
+    monkeypatch.setattr("grpo.data.prompts.PROMPTS_PER_BATCH", 10)
     compile_template.cache_clear()
     texts = [f"hour {n} <|end|><|endoftext|>  CO₂\n{n * n}" for n in range(30)] + ["", "plain"]
     rows = [Row("d.csv", 1, (("user", text),), (), {}) for text in texts * 2]

@@ -47,7 +47,7 @@ def test_the_same_rows_in_every_format(tmp_path):
     seen = [[(row.id, row.messages, row.rewards, row.q, row.columns["note"]) for row in rows] for rows, _ in loaded]
     assert seen[0] == seen[1] == seen[2] == seen[3] and seen[0][1][0] == "d:2"
     assert seen[0][0][1:] == ((("user", "Go"),), (0.0, 0.5), (-1.0, -0.5), "a,b")
-    assert all(isinstance(row.given, list) for rows, _ in loaded for row in rows), (
+    assert all(isinstance(row.trl_prompt, list) for rows, _ in loaded for row in rows), (
         "a user column: TRL's conversational form"
     )
 
@@ -70,8 +70,8 @@ def test_what_a_prompt_may_be(tmp_path):
     path = write(tmp_path / "d.jsonl", "\n".join(json.dumps(row) for row, _ in PROMPTS))
     rows, problems = load(path, "Ours")
     assert not problems and [row.messages for row in rows] == [messages for _, messages in PROMPTS]
-    assert [isinstance(row.given, str) for row in rows].index(True) == 5, "the file has a user column"
-    assert [message["content"] for row in rows[-2:] for message in row.given] == ["Mine", " Go", "Go"], (
+    assert [isinstance(row.trl_prompt, str) for row in rows].index(True) == 5, "the file has a user column"
+    assert [message["content"] for row in rows[-2:] for message in row.trl_prompt] == ["Mine", " Go", "Go"], (
         "as it stands there"
     )
     assert rows[2].columns["answer"] == {"a": [1]}, "columns keep their type"

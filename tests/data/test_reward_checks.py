@@ -33,9 +33,6 @@ def late(completions, **columns): return [__import__("my_helper").zero for _ in 
 def narrow(completions): return [0.0]
 def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
-class Silent(Exception):
-    def __str__(self): raise ValueError
-def silent(completions, **columns): raise Silent
 """
 # Modules of the user's; Python takes its own module for the last one.
 MODULES = {
@@ -86,7 +83,6 @@ BAD = [
     ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0"),
     ("my_rewards:leaves", "my_rewards:leaves raised SystemExit (my_rewards.py, line 13)"),
     ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
-    ("my_rewards:silent", "raised Silent (my_rewards.py, line 17)"),
     ("math:score", "'math:score' cannot be loaded: AttributeError: module 'math' has no attribute 'score'"),
     ("my_rewards.py:score", "cannot be loaded: ModuleNotFoundError: No module named 'my_rewards.py'"),
 ]
@@ -115,7 +111,7 @@ def test_rows_that_teach_nothing():
     """Every action pays the same: a problem where all rows are like that, as long as nothing else is rewarded."""
     flat = dataclasses.replace(ROW, rewards=(0.5, 0.5))
     for text in ("action=2,best", "regret"):
-        assert "every row pays all its actions the same" in only(problems_of(flat, flat, REWARDS=text))
+        assert "every row gives all its actions the same reward" in only(problems_of(flat, flat, REWARDS=text))
         assert not problems_of(flat, flat, ROW, REWARDS=text)
     assert not problems_of(flat, REWARDS="action,format")
 

@@ -11,7 +11,7 @@ import pytest
 
 from grpo.data import scoring
 from grpo.data.files import Row
-from grpo.data.scoring import first_state, load_rewards, read_completion, reward_callable, score
+from grpo.data.scoring import initial_trainer_state, load_rewards, read_completion, reward_callable, score
 from grpo.settings import Settings
 
 RESULTS = [
@@ -61,7 +61,7 @@ def scores_of(names, row, texts):
     """The rewards of these answers to a row (N, F), with functions called as the trainer calls them."""
     functions = load_rewards([(name, 1.0) for name in names], Settings())
     completions = [read_completion(row, TURN.format(text), PLAIN.format(text), 3, False) for text in texts]
-    return score(functions, completions, [[1, 2, 3]] * len(texts), list(row.columns), first_state(5))
+    return score(functions, completions, [[1, 2, 3]] * len(texts), list(row.columns), initial_trainer_state(5))
 
 
 def scores(name, row, texts):
@@ -69,9 +69,15 @@ def scores(name, row, texts):
 
 
 TEXT = Row(
-    "d.jsonl", 1, (("user", "2 + 2?"),), (), {"ground_truth": "4", "task": "math"}, "<|start|>assistant", given="2 + 2?"
+    "d.jsonl",
+    1,
+    (("user", "2 + 2?"),),
+    (),
+    {"ground_truth": "4", "task": "math"},
+    "<|start|>assistant",
+    trl_prompt="2 + 2?",
 )
-CHAT = dataclasses.replace(TEXT, given=[{"role": "user", "content": "2 + 2?"}])
+CHAT = dataclasses.replace(TEXT, trl_prompt=[{"role": "user", "content": "2 + 2?"}])
 
 
 @pytest.mark.parametrize("row", [TEXT, CHAT])

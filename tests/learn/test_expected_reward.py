@@ -279,7 +279,7 @@ def test_the_importance_ratio_is_for_sampled_tokens(tiny, tmp_path, rewards):
     trainer = trainer_with(tiny, tmp_path, REWARDS=rewards, IS_CLIP_MAX=100.0)
     inputs, answers = scored(trainer, (DIRECT.format(2), REASONED.format(9, 0)))
     policy = policy_logps(trainer, inputs)
-    at_answer = torch.arange(policy.size(1)) == answers.column[:, None]
+    at_answer = torch.arange(policy.size(1)) == answers.position[:, None]
     gradients = []
     for mismatch in (torch.zeros_like(policy), 0.7 * at_answer, 0.7 * ~at_answer):
         gradients.append(step_gradient(trainer, inputs | {"sampling_per_token_logps": policy - mismatch}, answers))
@@ -314,9 +314,9 @@ def test_functions_beside_are_sampled_and_own_ones_can_take_part(tiny, tmp_path)
     trainer = trainer_with(tiny, tmp_path, REWARDS=rewards)
     assert trainer.run.looked_up == (0, 1)
     _, answers = scored(trainer, (DIRECT.format(2), OTHER_WORDS.format(2)))
-    assert answers.others.tolist() == [0.25, 0.0]
+    assert answers.other_reward.tolist() == [0.25, 0.0]
     unreadable = 2 * INVALID + 0.5 * REWARDS[0]
-    assert answers.base.tolist() == pytest.approx([unreadable + 0.25, unreadable])
+    assert answers.base_reward.tolist() == pytest.approx([unreadable + 0.25, unreadable])
     gains = [2 * (r - INVALID) + 1.0 * (k == 0) for k, r in enumerate(REWARDS)]
     assert answers.gains.tolist() == [pytest.approx(gains)] * 2
     assert answers.surplus.tolist() == pytest.approx([0.0] * 2, abs=1e-6)
@@ -327,7 +327,7 @@ def test_a_completion_without_a_reward_is_sampled_as_before(tiny, tmp_path):
     texts = (DIRECT.format(2), DIRECT.format(1), REASONED.format(9, 0))
     inputs, answers = scored(trainer, texts)
     assert answers.is_expected.tolist() == [False, True, True]
-    assert answers.base[0].item() == pytest.approx(REWARDS[2]) and not answers.gains[0].any()
+    assert answers.base_reward[0].item() == pytest.approx(REWARDS[2]) and not answers.gains[0].any()
     assert step_gradient(trainer, inputs, answers).isfinite().all()
 
 
@@ -368,7 +368,7 @@ def completion_of(row, text):
 def test_the_answers_token(lookup, text, action):
     (row,) = rows_with(REWARDS)
     (ids,) = lookup.tokenizer(text=[text])["input_ids"]
-    (column,) = lookup.answer_columns([completion_of(row, text)], [ids])
+    (column,) = lookup.answer_positions([completion_of(row, text)], [ids])
     assert column == (-1 if action is None else len(ids) - 3)
     assert action is None or ids[column] == action_tokens(lookup.tokenizer, 4)[action]
 
@@ -377,7 +377,7 @@ def test_the_answers_token_behind_an_opened_channel(lookup):
     (row,) = rows_with(REWARDS)
     row = dataclasses.replace(row, prompt=row.prompt + "<|channel|>final<|message|>")
     ids = lookup.tokenizer(text=["[3]<|return|>"])["input_ids"]
-    assert lookup.answer_columns([completion_of(row, "[3]<|return|>")], ids) == [1]
+    assert lookup.answer_positions([completion_of(row, "[3]<|return|>")], ids) == [1]
 
 
 class PiecewiseTokenizer:

@@ -16,7 +16,7 @@ from conftest import CLEAN, RENDERED, ROOT, read_csv, run_script, write_csv
 from machines import only
 from safetensors.torch import load_file
 
-from grpo.learn.sft import sft_options, tokenized
+from grpo.learn.sft import sft_options, tokenize_pairs
 from grpo.model.load import load_tokenizer
 from grpo.preflight.checks import preflight
 from grpo.preflight.sft import sft_preflight
@@ -79,7 +79,7 @@ def test_a_resumed_run_keeps_its_start(runs):
 def test_only_the_answer_has_labels(tiny):
     tokenizer, answer = load_tokenizer(str(tiny)), "<|channel|>final<|message|>[2]<|return|>"
     prompts = [RENDERED.format(f"hour {8 + n} store 50") for n in range(3)]
-    rows = tokenized(tokenizer, prompts, [answer, None, answer])
+    rows = tokenize_pairs(tokenizer, prompts, [answer, None, answer])
     assert len(rows["input_ids"]) == 2
     for ids, labels, prompt in zip(rows["input_ids"], rows["labels"], prompts[::2], strict=True):
         assert tokenizer.decode(ids) == prompt + answer and len(ids) == len(labels)

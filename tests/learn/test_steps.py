@@ -8,7 +8,7 @@ import contextlib
 import pytest
 from trainers import make, plain_float32, plain_trl, seed_weights, step_of
 
-from grpo.learn.together import flat_adapter
+from grpo.learn.distributed import flat_adapter
 from grpo.learn.trainer import Trainer
 from grpo.settings import FIELDS
 

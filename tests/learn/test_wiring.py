@@ -15,7 +15,7 @@ from trainers import build, make
 from transformers import TrainerControl, TrainerState
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo.learn.options import SHARED
+from grpo.learn.options import GRPO_SETTINGS
 from grpo.model.load import load_model, load_tokenizer
 from grpo.plan.hub import read_json
 from grpo.preflight.checks import preflight
@@ -38,7 +38,7 @@ WIRING = {
     "LORA_ALPHA": ("7.5", lambda t: each(t, lambda layer: layer.scaling["default"] * 3)),
     "LORA_DROPOUT": ("0.25", lambda t: each(t, lambda layer: layer.lora_dropout["default"].p)),
     "LORA_TARGETS": ("q_proj,v_proj", lambda t: ",".join(sorted({name.split(".")[-1] for name in layers(t)}))),
-    "REWARDS": ("format=0.25,action=0.5", lambda t: t.functions.replace(" x ", "=").replace(", ", ",")),
+    "REWARDS": ("format=0.25,action=0.5", lambda t: t.reward_summary.replace(" x ", "=").replace(", ", ",")),
     "SCALE_REWARDS": ("none", lambda t: t.scale_rewards),
     "MASK_TRUNCATED": ("1", lambda t: t.mask_truncated_completions),
     "PROMPTS_PER_STEP": ("2", lambda t: t.args.generation_batch_size / 3),
@@ -92,7 +92,7 @@ def test_a_changed_save_steps_holds_for_a_resumed_run(trainer):
 
 
 def test_no_setting_that_trl_gets_is_left_out():
-    assert WIRING.keys() >= set(SHARED)
+    assert WIRING.keys() >= set(GRPO_SETTINGS)
 
 
 CALLS: list[dict] = []

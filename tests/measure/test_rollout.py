@@ -19,7 +19,7 @@ import train_grpo
 from grpo.learn import timer
 from grpo.learn.trainer import Trainer
 from grpo.measure import harness, record, rollout
-from grpo.model.load import TABLES
+from grpo.model.load import VOCAB_WEIGHTS
 from grpo.plan.machine import Machine, installed_versions
 from grpo.rollout import engine as rollout_engine
 
@@ -137,10 +137,10 @@ def test_what_vllm_lends_is_summed_bit_by_bit(tiny):
         tensors = {name: getattr(theirs.mlp.experts, name).clone() for name in dict(theirs.mlp.experts.named_buffers())}
         names = ("gate_up_proj", "down_proj")
         ours.mlp.experts.shared = {name: (tensors[f"{name}_blocks"], tensors[f"{name}_scales"], 0, 0) for name in names}
-    for name in TABLES:
+    for name in VOCAB_WEIGHTS:
         model.get_parameter(name).data = packed.get_parameter(name).clone()
     sums, layers = rollout.bit_sums(rollout.lent_tensors(model)), len(model.model.layers)
-    assert len(sums) == 4 * layers + 2 and set(TABLES) < set(sums)
+    assert len(sums) == 4 * layers + 2 and set(VOCAB_WEIGHTS) < set(sums)
     model.model.layers[-1].mlp.experts.shared["down_proj"][0].view(-1)[5] ^= 1
     model.lm_head.weight.data[3, 2] *= -1
     after = rollout.bit_sums(rollout.lent_tensors(model))

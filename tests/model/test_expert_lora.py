@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import train_grpo
 from grpo.model import experts
-from grpo.model.expert_lora import ExpertAdapter, base_norm, experts_wrapped, low_rank, update_norm
+from grpo.model.expert_lora import ExpertAdapter, experts_wrapped, lora_factors, update_norm, weight_norm
 from grpo.plan.hub import read_json
 from grpo.plan.targets import expected_shapes
 from grpo.settings import Settings
@@ -106,7 +106,7 @@ def test_an_adapter_counts_once_whoever_computes(tiny):
     expected = logits_of(mine)
     mine.get_base_model().set_experts_implementation("eager")
     assert_near(logits_of(mine), expected)
-    mine.get_base_model().set_experts_implementation(experts.OURS)
+    mine.get_base_model().set_experts_implementation(experts.EXPERTS_IMPLEMENTATION)
     mine.merge_adapter()
     assert_near(logits_of(mine), expected)
     with mine.disable_adapter():
@@ -129,8 +129,8 @@ def test_the_saved_adapter_is_pefts(tiny, tmp_path):
 def test_norms_are_those_of_the_merged_matrices(tiny):
     mine = ours(tiny, "mxfp4").get_base_model().model.layers[1]
     matrix = plain(tiny).model.layers[1].mlp.experts.down_proj
-    a, b = low_rank(mine.mlp.experts)
+    a, b = lora_factors(mine.mlp.experts)
     torch.testing.assert_close(update_norm(mine.mlp.experts), (b @ a).norm(), rtol=1e-4, atol=0)
-    torch.testing.assert_close(base_norm(mine.mlp.experts), matrix.norm(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(weight_norm(mine.mlp.experts), matrix.norm(), rtol=1e-4, atol=0)
     query = mine.self_attn.q_proj
     torch.testing.assert_close(update_norm(query), query.get_delta_weight("default").norm(), rtol=1e-4, atol=0)

@@ -52,7 +52,7 @@ for tensor in (rows, weights, hidden):
     tensor.requires_grad_()
 tensors = rows, bias, expert, inverse, weights
 compare("combine", kept(t.Combine.apply, *tensors), t.combine(*tensors), [rows, weights])
-compare("spread", kept(t.Spread.apply, hidden, expert, order, inverse, k), hidden[order // k], [hidden])
+compare("spread", kept(t.Dispatch.apply, hidden, expert, order, inverse, k), hidden[order // k], [hidden])
 
 blocks = torch.randint(0, 256, (E, 64, 2, 16), dtype=torch.uint8)
 blocks[:, :, 0] = torch.arange(16) * 17  # each code in the low and in the high bits, with each scale

@@ -30,7 +30,7 @@ def test_every_token_sees_what_it_would_in_its_own_row(pool, data, share, one_ro
     assert batch.ids.shape[0] == (1 if one_row else groups) and width == bucket(width)
     order = list(zip(batch.rows.tolist(), batch.columns.tolist(), strict=True))
     assert sorted(order) == [(i, c) for i, row in enumerate(completions) for c in range(len(row))]
-    for place, target, (i, column) in zip(batch.before.tolist(), batch.targets.tolist(), order, strict=True):
+    for place, target, (i, column) in zip(batch.state_index.tolist(), batch.targets.tolist(), order, strict=True):
         alone = prompts[i] + completions[i]
         at = len(prompts[i]) + column - 1  # place of the predicting token in its own row
         assert target == alone[at + 1]

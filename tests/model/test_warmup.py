@@ -12,8 +12,8 @@ import torch
 
 from grpo.model.checkpoint import read_tokenizer
 from grpo.model.gptoss_format import TINY, quantize_experts
-from grpo.model.warmup import FAST, TINY_RECIPE, WarmUp, figures, forward, log_probs, new_model
-from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, Rows, readings, stated_numbers, warmup_rows
+from grpo.model.warmup import TINY_RECIPE, WARMUP_EXPERTS, WarmUp, figures, forward, log_probs, new_model
+from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, WarmupTensors, readings, stated_numbers, warmup_rows
 from grpo.plan.hub import TINY_PATH
 from grpo.tasks.tes.dataset import synthetic_windows, trajectory
 from grpo.tasks.tes.plant import Plant, step
@@ -32,13 +32,13 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def rows(tokenizer) -> Rows:
-    return Rows(warmup_rows((7, 2, "compact", 1.0)), tokenizer, "cpu")
+def rows(tokenizer) -> WarmupTensors:
+    return WarmupTensors(warmup_rows((7, 2, "compact", 1.0)), tokenizer, "cpu")
 
 
 @pytest.fixture(scope="module")
-def chain_rows(tokenizer) -> Rows:
-    return Rows(warmup_rows((7, 2, "compact", 1.0)), tokenizer, "cpu", reasons=True)
+def chain_rows(tokenizer) -> WarmupTensors:
+    return WarmupTensors(warmup_rows((7, 2, "compact", 1.0)), tokenizer, "cpu", reasons=True)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_fast_experts_equal_transformers_in_values_and_gradients(model):
     for layer in model.model.layers:
         layer.mlp.router.weight.data.mul_(20)
     results = []
-    for experts in (FAST, "eager"):
+    for experts in (WARMUP_EXPERTS, "eager"):
         model.set_experts_implementation(experts)
         model.zero_grad()
         hidden = forward(model, ids)
@@ -80,8 +80,8 @@ def test_initial_heads_look_back_by_their_distance(model):
 
 def test_rows_that_reason_say_the_prompts_numbers_and_a_plan(chain_rows, tokenizer):
     ids, lengths = chain_rows.batch(torch.arange(len(chain_rows)))
-    chain_rows.name(ids, lengths, 0, torch.full_like(lengths, 2))
-    chain_rows.name(ids, lengths, 1, torch.full_like(lengths, 3))
+    chain_rows.write_actions(ids, lengths, 0, torch.full_like(lengths, 2))
+    chain_rows.write_actions(ids, lengths, 1, torch.full_like(lengths, 3))
     for row, length in zip(ids, lengths, strict=True):
         text = tokenizer.decode(row[:length].tolist(), skip_special_tokens=False)
         prompt, _, chain = text.rpartition("<|channel|>analysis<|message|>")
@@ -123,21 +123,21 @@ def test_the_warm_up_learns_format_text_and_readings(model, rows):
 
     def misread() -> float:
         with torch.no_grad():
-            return (training.read(torch.arange(40))[1] - rows.readings[:40]).square().mean().item()
+            return (training.losses(torch.arange(40))[1] - rows.readings[:40]).square().mean().item()
 
     before, first, wrong = figures(model, rows), text(), misread()
-    training.phase(0.9, RECIPE.lr, print)
+    training.train_until(0.9, RECIPE.lr, print)
     assert figures(model, rows)["parse_rate"] > 10 * before["parse_rate"] and text() < first - 0.3
     assert misread() < 0.72 * wrong and training.step == 36
     stored = quantize_experts(model)
     kept = model.model.layers[1].mlp.experts.down_proj.clone()
-    training.phase(1.0, RECIPE.lr / 4, print)
+    training.train_until(1.0, RECIPE.lr / 4, print)
     assert torch.equal(model.model.layers[1].mlp.experts.down_proj, kept) and len(stored) == 16
 
 
 def test_answers_are_taught_to_follow_the_plan_that_is_shown(model, chain_rows, monkeypatch):
     """From a model whose log-probs of the four actions at the answer are 0, -1, -2 and -3, and 0 everywhere else."""
-    logp, shown, name = torch.zeros(len(chain_rows.answer), SHAPE.vocab), [], chain_rows.name
+    logp, shown, name = torch.zeros(len(chain_rows.answer), SHAPE.vocab), [], chain_rows.write_actions
     logp[chain_rows.choices[1], chain_rows.actions[1]] = -torch.arange(4.0)
     monkeypatch.setattr(
         "grpo.model.warmup.log_probs", lambda model, hidden: logp[: hidden.shape[1]].expand(len(hidden), -1, -1)
@@ -147,9 +147,9 @@ def test_answers_are_taught_to_follow_the_plan_that_is_shown(model, chain_rows, 
         shown.append(named)
         name(ids, lengths, choice, named)
 
-    monkeypatch.setattr(chain_rows, "name", watched)
+    monkeypatch.setattr(chain_rows, "write_actions", watched)
     training = WarmUp(model, chain_rows, dataclasses.replace(RECIPE, follow=0.7), 0)
-    loss, readings = training.read(torch.arange(40))
+    loss, readings = training.losses(torch.arange(40))
     plans = shown[0].float()
     assert plans.unique().tolist() == [0, 1, 2, 3] and len(shown) == 2
     assert loss.item() == pytest.approx((0.7 * plans + 0.1 * (6 - plans)).mean().item(), rel=1e-5)

@@ -25,7 +25,7 @@ def test_weights_leave_free_the_gpu_and_come_back_as_they_were(tiny, monkeypatch
     """They share no segment of torch's allocator, which frees whole ones alone: as loaded, and as they come back."""
     sizes: list[int] = []
     allocate = lambda size: sizes.append(size) or torch.zeros(size, dtype=torch.uint8)  # noqa: E731
-    monkeypatch.setattr(paged_weights, "pinned", allocate)
+    monkeypatch.setattr(paged_weights, "pinned_buffer", allocate)
     model, expected = load(tiny, "paged"), load(tiny, "mxfp4").state_dict()
     pages = paged_weights.PagedWeights(model)
     assert sizes and sorted(sizes) == sorted(tensor.nbytes for tensor in weights(model).values())

@@ -65,12 +65,12 @@ def test_a_small_update_that_does_not_arrive_is_seen(build, monkeypatch):
     set_adapter(trainer, 5)
     before = digest(trainer.model, adapter=True)
     check_mismatch(trainer)
-    monkeypatch.setattr(weight_sync, "rounded_at_random", lambda values, generator: values.bfloat16())
+    monkeypatch.setattr(weight_sync, "round_stochastically", lambda values, generator: values.bfloat16())
     with pytest.raises(ParityError, match=r"^[0-9.]+% of an update as .* report it.*PARITY=off.*USE_VLLM=0"):
         check_mismatch(trainer)
     trainer.run.settings = dataclasses.replace(trainer.run.settings, LEARNING_RATE=0.1)
     check_mismatch(trainer)
-    monkeypatch.setattr(weight_sync, "share_of", lambda *_: (0.98, 0.001))
+    monkeypatch.setattr(weight_sync, "update_share", lambda *_: (0.98, 0.001))
     with pytest.raises(ParityError, match="^98.0% of an update"):
         check_mismatch(trainer)
     assert digest(trainer.model, adapter=True) == before

@@ -32,7 +32,7 @@ from grpo.model.load import load_quantized
 from grpo.rollout.shared_weights import share_weights
 
 
-def swizzled(blocks, scales):  # _swizzle_mxfp4 of vllm/model_executor/layers/quantization/utils/mxfp4_utils.py
+def swizzled_tensors(blocks, scales):  # _swizzle_mxfp4 of vllm/model_executor/layers/quantization/utils/mxfp4_utils.py
     values, scales = blocks.flatten(2).mT, pad(scales, (0, -scales.shape[-1] % 4)).mT
     scales = convert_layout(wrap_torch_tensor(scales), HopperMXScaleLayout, mx_axis=1, num_warps=8)
     return convert_layout(wrap_torch_tensor(values, FP4), HopperMXValueLayout, mx_axis=1), Some(weight_scale=scales)
@@ -54,8 +54,8 @@ packed, shared = (load_quantized(sys.argv[1], "eager", "cpu", packed) for packed
 layers = []
 for layer in packed.model.layers:
     e = layer.mlp.experts
-    w13, w13_config = swizzled(e.gate_up_proj_blocks, e.gate_up_proj_scales)
-    w2, w2_config = swizzled(e.down_proj_blocks, e.down_proj_scales)
+    w13, w13_config = swizzled_tensors(e.gate_up_proj_blocks, e.gate_up_proj_scales)
+    w2, w2_config = swizzled_tensors(e.down_proj_blocks, e.down_proj_scales)
     method = Some(w13_precision_config=w13_config, w2_precision_config=w2_config)
     layers.append(Some(mlp=Some(experts=Some(routed_experts=Some(w13_weight=w13, w2_weight=w2, quant_method=method)))))
 embedding, head = padded(packed.get_input_embeddings()), padded(packed.get_output_embeddings())

@@ -11,8 +11,8 @@ from engines import EXACT, apart, digest, prompts_of, set_adapter, trainer_logps
 from stub_vllm import SYNCS
 
 from grpo.rollout import weight_sync
-from grpo.rollout.parity import make_small
-from grpo.rollout.weight_sync import lora_layers, rounded_at_random
+from grpo.rollout.parity import fill_with_small_update
+from grpo.rollout.weight_sync import lora_layers, round_stochastically
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_random_rounding_keeps_the_mean_and_what_bf16_holds():
     """Odds of the two neighbours follow the distance: 3 + 3 * 2^-8 is three quarters of the way to 3 + 2^-6."""
     generator = torch.Generator().manual_seed(0)
     exact = torch.tensor([0.0, 1.0, -1.0, 3e-38, -255.0, 1e-3]).bfloat16()
-    assert torch.equal(rounded_at_random(exact.float().expand(99, -1), generator), exact.expand(99, -1))
-    rounded = rounded_at_random(torch.full((40_000,), 3 + 3 * 2**-8), generator)
+    assert torch.equal(round_stochastically(exact.float().expand(99, -1), generator), exact.expand(99, -1))
+    rounded = round_stochastically(torch.full((40_000,), 3 + 3 * 2**-8), generator)
     assert set(rounded.tolist()) == {3.0, 3 + 2**-6}
     assert (rounded > 3).float().mean().item() == pytest.approx(0.75, abs=0.01), "4.6 standard deviations"
 
@@ -85,15 +85,15 @@ def test_random_rounding_keeps_the_mean_and_what_bf16_holds():
 def test_the_share_of_a_small_update_that_arrives_in_bf16(build, monkeypatch, nearest, least, most):
     """Against the merged weights themselves, in float64. Rounding to the nearest would lose most of it."""
     if nearest:
-        monkeypatch.setattr(weight_sync, "rounded_at_random", lambda values, generator: values.bfloat16())
+        monkeypatch.setattr(weight_sync, "round_stochastically", lambda values, generator: values.bfloat16())
     trainer = build(dtype=torch.bfloat16)
     engine, policy, layers = trainer.run.engine, trainer.model, lora_layers(trainer.model)
     engine.wake()
     engine.sync_weights(policy)
-    assert engine.share is None, "an adapter of zeros has no share"
-    make_small([layer.lora_B["default"].weight for layer in layers.values()], 5e-5, 3)
+    assert engine.sync_share is None, "an adapter of zeros has no share"
+    fill_with_small_update([layer.lora_B["default"].weight for layer in layers.values()], 5e-5, 3)
     engine.sync_weights(policy)
-    share, error = engine.share
+    share, error = engine.sync_share
     assert least - 0.01 - 4 * error < share < most + 0.01 + 4 * error and error < 0.05
     along = squared = 0.0
     for name, layer in layers.items():
@@ -104,7 +104,7 @@ def test_the_share_of_a_small_update_that_arrives_in_bf16(build, monkeypatch, ne
         squared += update.square().sum().item()
     assert share == pytest.approx(along / squared, abs=1e-5)
     engine.sync_weights(policy, active=False)
-    assert engine.share is None
+    assert engine.sync_share is None
 
 
 def test_rounding_is_seeded_by_the_rollout_and_reads_only_what_is_adapted(build):
@@ -118,4 +118,4 @@ def test_rounding_is_seeded_by_the_rollout_and_reads_only_what_is_adapted(build)
         engine.sync_weights(trainer.model, seed=seed)
         held.append(torch.cat([p.flatten().clone() for p in engine.llm.packed.values()]))
     assert torch.equal(held[0], held[1]) and not torch.equal(held[0], held[2])
-    assert engine.share[0] == pytest.approx(1, abs=0.01)
+    assert engine.sync_share[0] == pytest.approx(1, abs=0.01)

@@ -187,7 +187,7 @@ class Gone(paged_weights.PagedWeights):
 @pytest.mark.slow
 def test_nothing_reads_what_is_away(start, monkeypatch, tmp_path):
     """With mismatch check, evaluations, checkpoints and a resume."""
-    monkeypatch.setattr(paged_weights, "pinned", lambda size: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(paged_weights, "pinned_buffer", lambda size: torch.zeros(size, dtype=torch.uint8))
     plain, engines = stub_engine, []
 
     def paging(settings, plan, path, eos, policy, prepare):

@@ -12,8 +12,8 @@ import pytest
 from conftest import RENDERED, write_csv
 from pyarrow import parquet
 
-from grpo.data.files import SPECIAL, column_names
-from grpo.data.scoring import first_state, load_rewards, read_completion, score, total
+from grpo.data.files import HARMONY_TOKEN, column_names
+from grpo.data.scoring import initial_trainer_state, load_rewards, read_completion, score, total
 from grpo.settings import Settings
 from grpo.verl.rows import read_input, write_data
 from grpo.verl.score import compute_score
@@ -69,13 +69,13 @@ def test_a_completion_earns_what_train_grpo_gives_it(environ, harmony):
         index, cut = draw.randrange(len(records)), draw.random() < 0.2
         text = "".join(draw.choices(WORDS + CHANNELS if harmony else WORDS, k=draw.randint(0, 5)))
         turn = text if harmony else f"<|channel|>final<|message|>{text}" + ("" if cut else "<|return|>")
-        plain = SPECIAL.sub("", text) if harmony else text
+        plain = HARMONY_TOKEN.sub("", text) if harmony else text
         all_ids.append([7] * draw.randint(1, 9))
         completions.append(read_completion(data.rows[index], turn, plain, len(all_ids[-1]), cut))
         extra_info = as_rolled_out(records[index], cut, all_ids[-1], harmony)
         rewards.append(compute_score(text, extra_info, spec)["score"])
     functions = load_rewards(data.reward_specs, Settings(INVALID_REWARD=-12.5))
-    values = score(functions, completions, all_ids, column_names(data.rows), first_state(9))
+    values = score(functions, completions, all_ids, column_names(data.rows), initial_trainer_state(9))
     expected = [total([w * v for (_, w), v in zip(data.reward_specs, row, strict=True)]) for row in values]
     assert rewards == pytest.approx(expected, abs=1e-12) and len(set(rewards)) > 50
 

@@ -15,7 +15,7 @@ from trainers import make, plain_float32, seed_weights, step_of
 from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
-from grpo.learn.together import RESUME_FILES, adapter_of, adopt_rank0_state, flat_adapter, sync_stop_signal
+from grpo.learn.distributed import RESUME_FILES, adapter_parameters, adopt_rank0_state, flat_adapter, sync_stop_signal
 from grpo.run.logs import METRICS
 from grpo.settings import FIELDS
 
@@ -92,7 +92,7 @@ def generated(ranks, tiny, folder):
                 trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
                 rows[trainer.state.global_step, size] = trainer._generate_single_turn(prompts, None, {}, 3)[0]
     for temperature in (1.0, 0.0):
-        rows[temperature] = trainer.run_on_rank0(trainer.answers, [prompts[0]] * 4, 1, True, 7, temperature)
+        rows[temperature] = trainer.run_on_rank0(trainer.generate_answers, [prompts[0]] * 4, 1, True, 7, temperature)
     return rows, sizes
 
 
@@ -117,7 +117,7 @@ def beside_engines(ranks, tiny, folder):
     trainer.run.engine = SimpleNamespace(rollout=rollout, used_gib=0.0)
     prompts = [[n] for n in range(10)]
     completions = trainer._generate_single_turn(prompts, None, {}, 2)
-    trainer.run_on_rank0(trainer.answers, prompts[:2], 2, True, 0, 0.5)
+    trainer.run_on_rank0(trainer.generate_answers, prompts[:2], 2, True, 0, 0.5)
     return calls, completions
 
 
@@ -139,7 +139,7 @@ def diverging(ranks, tiny, folder):
 
         def wrong(*arguments):
             optimizer = step(*arguments)
-            optimizer.register_step_post_hook(lambda *_: adapter_of(trainer.model)[0].data.add_(1e-7))
+            optimizer.register_step_post_hook(lambda *_: adapter_parameters(trainer.model)[0].data.add_(1e-7))
             return optimizer
 
         trainer.create_optimizer = wrong

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of a run do together: they add up their gradients and keep their adapters equal."""
+"""Sums gradients over the processes of a run, and keeps their adapters equal."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import Tensor
 from grpo.run.layout import ADAPTER
 from grpo.run.ranks import Ranks
 
-# The files that a run continues from. The ranks that receive them write these names only, never a name that another
-# process sent.
+# The files of a checkpoint that a run continues from. A rank that receives them writes these names only, never a name
+# that another process sent.
 RESUME_FILES = [ADAPTER, "adapter_config.json", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"]
 
 
-def adapter_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that are learned, in the order of the model."""
+def adapter_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The trained parameters, in the order of the model."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def flat_adapter(model: torch.nn.Module) -> Tensor:
-    """A copy of the N learned numbers, (N,)."""
-    return torch.cat([parameter.detach().flatten() for parameter in adapter_of(model)])
+    """A copy of all trained parameters, flattened: (N,)."""
+    return torch.cat([parameter.detach().flatten() for parameter in adapter_parameters(model)])
 
 
 def sum_over_ranks(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
-    """Puts into each tensor the sum of what all ranks hold in it, added in float32: the same bits on every rank."""
+    """Replaces each tensor by its sum over all ranks, in place and added in float32: the same bits on every rank."""
     if ranks.size == 1:
         return
     flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors])  # All tensors travel in one message.
@@ -38,10 +38,10 @@ def sum_over_ranks(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(total.view_as(tensor))
 
 
-def gradients_of(model: torch.nn.Module) -> list[Tensor]:
-    """The gradients of the adapter; zeros for a parameter that no row of this process reached."""
+def adapter_gradients(model: torch.nn.Module) -> list[Tensor]:
+    """The gradients of the adapter; zeros for a parameter that this rank's micro-batches did not reach."""
     gradients = []
-    for parameter in adapter_of(model):
+    for parameter in adapter_parameters(model):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
@@ -50,11 +50,12 @@ def gradients_of(model: torch.nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def adopt_rank0_state(ranks: Ranks, model: torch.nn.Module, folder: Path | None, scratch: Path) -> Path | None:
-    """Gives the `model` of every rank the adapter of rank 0, and every rank the files of rank 0's checkpoint `folder`,
-    which other machines may not see, in its own `scratch` folder. Returns where the checkpoint is, None without one."""
+    """Gives the `model` of every rank the adapter of rank 0. The files of rank 0's checkpoint `folder`, which other
+    machines may not see, are copied to the `scratch` folder of each other rank. Returns where this rank finds the
+    checkpoint; None if rank 0 has none."""
     if ranks.size == 1:
         return folder
-    for parameter in adapter_of(model):
+    for parameter in adapter_parameters(model):
         values = parameter.detach().cpu().contiguous()
         ranks.broadcast_tensor(values)
         parameter.copy_(values)
@@ -71,8 +72,8 @@ def adopt_rank0_state(ranks: Ranks, model: torch.nn.Module, folder: Path | None,
 
 
 def sync_stop_signal(ranks: Ranks, signal: int, model: torch.nn.Module, step: int) -> int:
-    """The signal that asked any process to stop, the same on all ranks; 0 where there was none. Raises RuntimeError
-    where an adapter differs from that of rank 0."""
+    """The signal that asked any process to stop, the same on all ranks; 0 if there was none. Raises RuntimeError if the
+    adapter of another rank differs from that of rank 0."""
     if ranks.size == 1:
         return signal
     adapter = flat_adapter(model).cpu().view(torch.uint8).numpy()
