@@ -39,10 +39,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(argv)
-    from grpo.measure.days import days  # Imported here: --help needs no torch.
+    from grpo.measure.days import train_on_days  # Imported here: --help needs no torch.
 
     try:
-        return days(options)
+        return train_on_days(options)
     except InputError as error:
         print(*error.args, sep="\n", file=sys.stderr)
     except OSError as error:

@@ -42,8 +42,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--out", type=Path, required=True, help="new directory to write")
     full.add_argument("--tokenizer", type=Path, required=True, help="directory with the tokenizer.json to copy")
     full.add_argument("--device", default="cpu", help="where the weights are drawn: cpu (default) or cuda")
-    full.add_argument("--shape", choices=("20b", "120b"), default="20b", help="of openai/gpt-oss-... (default 20b)")
-    full.add_argument("--layers", type=int, help="of 0.49 GiB each, 120b 1.65 (default: all, 24 or 36)")
+    full.add_argument("--shape", choices=("20b", "120b"), default="20b", help="size of gpt-oss (default 20b)")
+    full.add_argument("--layers", type=int, help="number of layers, 0.49 GiB each (120b: 1.65); default 24 (120b: 36)")
     return parser.parse_args(argv)
 
 

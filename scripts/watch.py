@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follow a run in the terminal: step, time left, reward, parse rate, lengths, GPU, last warnings and evaluations.
 
-    python scripts/watch.py runs/first     until it is complete; Ctrl-C ends watching
+    python scripts/watch.py runs/first     # ends with the run, or by Ctrl-C, which leaves the run alone
 
 It only reads files, so it can be started before the run, beside it or after it, on another machine that sees the
 folder. Whether a process still runs is known from the lock beside the folder, where the file system shares locks.
-Without a terminal it prints one picture. Exit codes: 0, or 2 where RUN_DIR holds no run.
+Without a terminal it prints the state once. Exit codes: 0, or 2 where RUN_DIR holds no run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo.run.folder import COMPLETE, continuation
 from grpo.run.layout import lock_path
 from grpo.run.logs import RECENT_STEPS, TIME_UNKNOWN, Pace
 from grpo.settings import InputError, reflow
-from grpo.tasks.figure_text import number, part
+from grpo.tasks.figure_text import finite_number, object_at
 
 # Lines of training.log with a warning, an error or a critical message (`12:07:54 W train_grpo: ...`), of the box below
 # one (`banner_text`), and about an evaluation.
@@ -59,8 +59,8 @@ def read_news(path: Path) -> list[str]:
 def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFrame) -> str:
     """Why no next step will come, or else how long the run still takes."""
     total, step = settings.get("TOTAL_STEPS", 0), metrics["step"].max() if len(metrics) else 0
-    # A resumed run with more steps finds the complete.json of its first part: that one does not count.
-    if number(read_json(folder / COMPLETE).get("steps")) >= total:
+    # A run that is resumed with more steps still has the complete.json of its first steps, which does not count.
+    if finite_number(read_json(folder / COMPLETE).get("steps")) >= total:
         return DONE
     if settings and not is_running(folder):
         return f"no process is running; {continuation(folder, settings)}"
@@ -72,9 +72,9 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
 
 
 def frame(folder: Path) -> tuple[list[str], bool]:
-    """The lines to show now, and whether the run is complete. Nothing is remembered between two calls, so the run may
-    be resumed or made again meanwhile."""
-    settings = part(read_json(folder / "settings.json"), "settings")
+    """The lines to show now, and whether the run is complete. Every call reads all files again, so the run may be
+    resumed or replaced meanwhile."""
+    settings = object_at(read_json(folder / "settings.json"), "settings")
     metrics = read_metrics(folder / "metrics.csv") if (folder / "metrics.csv").is_file() else pandas.DataFrame()
     status, news = status_of(folder, settings, metrics), read_news(folder / "training.log")
     if not len(metrics):

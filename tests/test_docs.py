@@ -27,7 +27,7 @@ NOT_SETTINGS = {
 
 @pytest.mark.parametrize("name", make_docs.GENERATED)
 def test_generated_parts_are_current(name):
-    assert (ROOT / name).read_text(encoding="utf-8") == make_docs.renewed(name), "run scripts/make_docs.py"
+    assert (ROOT / name).read_text(encoding="utf-8") == make_docs.regenerated(name), "run scripts/make_docs.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

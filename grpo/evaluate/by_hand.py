@@ -16,7 +16,7 @@ from grpo.evaluate.adapter import check_model, load_run_settings
 from grpo.evaluate.heldout import HeldoutEvaluation, new_results
 from grpo.evaluate.models import start_model
 from grpo.evaluate.simulation import ModelResponder
-from grpo.evaluate.tables import table
+from grpo.evaluate.tables import evaluation_table
 from grpo.plan.hub import count_parameters
 from grpo.plan.machine import Machine, installed_versions, read_machine
 from grpo.preflight.choices import choose_exact, choose_exact_loop, choose_rewards, choose_use_vllm
@@ -41,7 +41,7 @@ def read_settings(options: argparse.Namespace) -> tuple[Settings, Problems]:
 def output_path(options: argparse.Namespace, name: str, problems: Problems) -> Path:
     """The file of --out, or evaluation-`name`.json in the adapter's folder. Adds a problem if it is not writable."""
     path: Path = options.out or (options.run or Path()) / f"evaluation-{name}.json"
-    if options.out or not problems:  # a missing adapter was already reported, so its folder need not be
+    if options.out or not problems:  # a missing adapter was already reported: its folder is not reported again
         check_writable(path, problems)
     return path
 
@@ -122,4 +122,4 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     evaluation = HeldoutEvaluation(model, rows, exact, names, functions, weights, initial_trainer_state(s.TOTAL_STEPS))
     evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in requested_models(options)])
     write_named(path, json.dumps(results, indent=1) + "\n")
-    return table(results), path
+    return evaluation_table(results), path

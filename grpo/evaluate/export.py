@@ -44,7 +44,7 @@ class Merged:
             if name.endswith(".lora_A.weight"):
                 b = weights[name.replace(".lora_A.", ".lora_B.")]
                 self.factors[checkpoint_weight(name)] = (a.float(), b.float() * scale)
-        self.sums: list[torch.Tensor] = []  # for `share`
+        self.sums: list[torch.Tensor] = []  # of the merged matrices, for `share`
         self.elements = 0
 
     def stored(self, name: str) -> torch.Tensor:
@@ -67,13 +67,13 @@ class Merged:
         return weight
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The merged tensor in the base's own format."""
+        """The tensor in the base's own format, merged if the adapter changes it."""
         weight = self.stored(name)  # a memory map of the base's file, which must not change
         return self.add(name, weight.clone()) if name in self.factors else weight
 
     def dequantized(self, name: str) -> torch.Tensor:
-        """The merged tensor in BF16: MXFP4 experts (E, in, out) are dequantized exactly before they are merged. They
-        are dequantized one by one, because all at once would take four times their size on a CPU."""
+        """The merged tensor in BF16. MXFP4 experts (E, in, out) are dequantized exactly before they are merged, one by
+        one, because all at once would take four times their size on a CPU."""
         if f"{name}_blocks" not in self.shard_of:
             return self.tensor(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU takes a minute for a layer of gpt-oss-20b

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose answers are evaluated: a run's own, or one without a trainer in transformers or vLLM."""
+"""Models whose answers are evaluated: a run's own, or one in transformers or vLLM without a trainer."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ class EvaluatedModel(ABC):
 
     def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
         """(N, K): the probability of answering each of K actions to each of N prompts, at EVAL_TEMPERATURE or greedily.
-        vLLM does not compute it."""
+        Only for models that torch holds, as vLLM does not compute it."""
         temperature = self.temperature(greedy)
         with self.adapter_disabled(base):
             if not self.settings.DIRECT_ANSWERS:
                 return answer_probabilities(self.network, self.tokenizer, prompts, temperature, actions)
             prompt_ids, tokens = self.tokenizer(text=list(prompts))["input_ids"], action_tokens(self.tokenizer, actions)
-            _, chances = self.choose_answers(prompt_ids, temperature=temperature, actions=tokens)
-            return chances.double().cpu().numpy()
+            _, probabilities = self.choose_answers(prompt_ids, temperature=temperature, actions=tokens)
+            return probabilities.double().cpu().numpy()
 
 
 class TrainedModel(EvaluatedModel):

@@ -20,7 +20,7 @@ from grpo.run.durable import write_text
 from grpo.run.hub import MERGED_CODE, chosen_settings, table
 from grpo.run.layout import ADAPTER, SETTINGS
 from grpo.settings import InputError, Settings
-from grpo.tasks.figure_text import part
+from grpo.tasks.figure_text import object_at
 
 FORMS = {
     "": "a LoRA adapter for {base}",
@@ -36,7 +36,7 @@ def run_of(adapter: Path) -> Path | None:
 
 
 def results(run: Run, adapter: Path) -> str:
-    """The run's figures for this adapter: all of them for the last step, the figure in best.json for best/."""
+    """The run's figures for this adapter: those of the report for the last step's, that of best.json for best/."""
     if not run.folder.samefile(adapter):
         words = read_json(adapter / "best.json").get("in_words")
         return f"{words[0].upper()}{words[1:]}." if words else f"`{adapter.name}` was not measured by itself."
@@ -51,7 +51,7 @@ def about_training(adapter: Path) -> str:
     if folder is None:
         return "How it was trained is not recorded.\n"
     record = read_json(folder / SETTINGS)
-    settings = chosen_settings(part(record, "sources"), part(record, "settings"))
+    settings = chosen_settings(object_at(record, "sources"), object_at(record, "settings"))
     try:
         run = read_run(folder)
     except (InputError, OSError):  # scripts/sft.py writes no metrics

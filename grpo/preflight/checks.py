@@ -30,7 +30,7 @@ from grpo.run.layout import existing_parent
 from grpo.run.ranks import Ranks
 from grpo.settings import Problems, Settings, load_settings, nearest_hint, show, unknown_variables
 from grpo.settings_table import TASK_FILES
-from grpo.tasks.figure_text import part
+from grpo.tasks.figure_text import object_at
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
@@ -201,7 +201,7 @@ def keep_generation_batch(resolved: ResolvedRun, problems: Problems) -> Resolved
     run, settings = resolved.run, resolved.settings
     if not run.step or not resolved.plan:
         return resolved
-    rollouts, recorded = run.choices.get("rollouts"), part(run.choices, "plan").get("generation_batch")
+    rollouts, recorded = run.choices.get("rollouts"), object_at(run.choices, "plan").get("generation_batch")
     began_with_vllm = bool(rollouts[0]) if isinstance(rollouts, list) and rollouts else resolved.use_vllm
     if began_with_vllm != resolved.use_vllm and settings.USE_VLLM is None:
         before, now = f"USE_VLLM={int(began_with_vllm)}", f"USE_VLLM={int(resolved.use_vllm)}"
