@@ -14,10 +14,10 @@ A reward function takes lists with one entry per completion:
 
     function(completions, *, truncated, **columns) -> list[float | None]
 
-Those in this file get `completions` with their Harmony tokens; yours get what TRL gives them, by keyword, and these
-texts as `raw_completions` (docs/data.md, Your own rewards). `truncated` says which completions reached
-`MAX_COMPLETION_LEN`, and `columns` holds every column of the file by its name. `None` or NaN leaves a completion out of
-its group's mean and gives it no advantage (docs/data.md says what that teaches).
+The functions in this file get `completions` with their Harmony tokens. Your own get, by keyword, what TRL gives them,
+and the texts with Harmony tokens as `raw_completions` (docs/data.md, Your own rewards). `truncated` says which
+completions reached `MAX_COMPLETION_LEN`, and `columns` holds every column of the file by its name. `None` or NaN leaves
+a completion out of its group's mean and gives it no advantage (docs/data.md says what that teaches).
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ _ACTION = re.compile(r"\[\s*([0-9]{1,6})\s*\]")
 def final_channel(text: str) -> str | None:
     """The text of the last message in Harmony's final channel, or None if there is no such message.
 
-    In text with special tokens only these mark a channel, so that reasoning may mention one. In text whose special
-    tokens were stripped, role and channel are glued together, and the answer follows the last `assistantfinal`.
+    In text with special tokens only these mark a channel, so that reasoning may mention a channel by name. In text
+    whose special tokens were stripped, role and channel are glued together, and the answer follows the last
+    `assistantfinal`.
 
     >>> final_channel("<|channel|>analysis<|message|>Is it [1]?<|end|><|start|>assistant<|channel|>final<|message|>[2]")
     '[2]'
@@ -66,8 +67,8 @@ def final_channel(text: str) -> str | None:
 
 
 def assistant_turn(prompt: str, completion: str) -> str:
-    """The assistant's whole turn: its begin, at the end of the prompt, which may open the final channel, and the
-    completion. So a completion without special tokens is not mistaken for stripped text.
+    """The assistant's whole turn: the end of the prompt, from `<|start|>assistant` on, and the completion. The prompt
+    may already open the final channel; with its tokens, a completion without any is not mistaken for stripped text.
 
     >>> parse_action(assistant_turn("...<|start|>assistant<|channel|>final<|message|>", "[3]<|return|>"))
     3
@@ -92,14 +93,14 @@ def parse_action(text: str, actions: int = 4) -> int | None:
     return action if action is not None and action < actions else None
 
 
-def reward_rows(columns: Mapping[str, Column], name: str = "reward_action") -> list[list[float]]:
-    """Rewards by completion and action, shape (B, K), from the columns `name_0` .. `name_{K-1}`. A row whose file has
-    fewer actions holds None in the other columns and gets a shorter list.
+def reward_rows(columns: Mapping[str, Column], prefix: str = "reward_action") -> list[list[float]]:
+    """Rewards by completion and action, shape (B, K), from the columns `prefix_0` .. `prefix_{K-1}`. A row whose file
+    has fewer actions holds None in the other columns and gets a shorter list.
 
     >>> reward_rows({"reward_action_0": [0.1, 0.5], "reward_action_1": [0.9, 0.5], "day": [1, 2]})
     [[0.1, 0.9], [0.5, 0.5]]
     """
-    names = itertools.takewhile(columns.__contains__, (f"{name}_{k}" for k in itertools.count()))
+    names = itertools.takewhile(columns.__contains__, (f"{prefix}_{k}" for k in itertools.count()))
     rows = zip(*(columns[name] for name in names), strict=True)
     return [[float(value) for value in row if value is not None] for row in rows]
 
@@ -107,20 +108,20 @@ def reward_rows(columns: Mapping[str, Column], name: str = "reward_action") -> l
 # The unit of `regret`, and the temperature of the softmax over q_action_k that make_dataset.py writes as
 # reward_action_k: 0.3 kg CO2 in the TES plant.
 TEMPERATURE = 0.05
-SMALLEST = 5e-9  # A smaller reward_action_k is rounded to 0 in a file with eight decimals.
+SMALLEST_REWARD = 5e-9  # A smaller reward_action_k is rounded to 0 in a file with eight decimals.
 SHORTFALL = 2.0  # A difference in q: in the TES plant 12 kg CO2, the cost of 1.2 kWh of unserved load.
 
 
 def regret_rows(columns: Mapping[str, Column]) -> list[list[float]]:
     """Regret of each action in units of TEMPERATURE, (B, K): (q_best - q_k) / TEMPERATURE. In a row without q_action_k
-    the rewards must be the softmax of q / TEMPERATURE: ln(r_best / r_k), with r_k >= SMALLEST, is the same.
+    the rewards must be the softmax of q / TEMPERATURE: ln(r_best / r_k), with r_k >= SMALLEST_REWARD, is the same.
 
     >>> [[round(x, 6) for x in row] for row in regret_rows({"reward_action_0": [math.e], "reward_action_1": [1.0]})]
     [[0.0, 1.0]]
     """
     rows = reward_rows(columns)
     values = reward_rows(columns, "q_action") or [[]] * len(rows)
-    logs = ([math.log(max(value, SMALLEST)) for value in row] for row in rows)
+    logs = ([math.log(max(value, SMALLEST_REWARD)) for value in row] for row in rows)
     return [
         [(max(q) - value) / TEMPERATURE for value in q] if q else [max(log) - value for value in log]
         for q, log in zip(values, logs, strict=True)
@@ -140,8 +141,8 @@ def _scores(
     for text, row, cut in zip(completions, rows, truncated, strict=True):
         worst = min(row)
         below = worst - (max(row) - worst) / 10
-        lost = (below if below < worst else worst - 0.1) if invalid is None else invalid
-        scores.append(lost if cut or (k := parse_action(text, len(row))) is None else row[k])
+        invalid_score = (below if below < worst else worst - 0.1) if invalid is None else invalid
+        scores.append(invalid_score if cut or (k := parse_action(text, len(row))) is None else row[k])
     return scores
 
 
@@ -181,7 +182,7 @@ def regret(completions: Sequence[str], *, invalid_reward: float | None = None, *
 
 def shortfall(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
     """-1.0 where the answered action is more than SHORTFALL worse than the best by `q_action_k`, else 0.0: a
-    penalty to be added to another reward with a weight."""
+    penalty to be added to another reward with a weight. An answer without an action earns `invalid_reward`."""
     rows = [[0.0 - (max(row) - value > SHORTFALL) for value in row] for row in reward_rows(columns, "q_action")]
     return _scores(completions, rows, invalid_reward, columns)
 
@@ -262,15 +263,15 @@ def baselines(rows: Sequence[Sequence[float]]) -> dict[str, float]:
 RESAMPLES, RESAMPLING_SEED = 2000, 20250106
 LEAST_RESAMPLED = 5  # Bootstrap intervals of fewer clusters are too narrow.
 # Student's t, 97.5%, for 1 to 28 degrees of freedom.
-STUDENT = (
+STUDENT_T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
     2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
 )  # fmt: skip
 
 
-def student(degrees: int) -> float:
-    """The 97.5% quantile of Student's t; beyond the table by the first term of its expansion around the normal one."""
-    return STUDENT[degrees - 1] if degrees <= len(STUDENT) else 1.96 + (1.96**3 + 1.96) / (4 * degrees)
+def student_t(degrees: int) -> float:
+    """The 97.5% quantile of Student's t; beyond the table, the start of its expansion around the normal quantile."""
+    return STUDENT_T[degrees - 1] if degrees <= len(STUDENT_T) else 1.96 + (1.96**3 + 1.96) / (4 * degrees)
 
 
 def confidence_interval(
@@ -284,30 +285,30 @@ def confidence_interval(
     Bootstrap, The American Statistician 69, 2015, "expanded percentile"): with five clusters the interval covers the
     mean in 92% of cases instead of 83%. Resamples whose weights do not sum above 0 are skipped. Fewer clusters get
     Student's t with the ratio's linearized error (W. G. Cochran, Sampling Techniques, 1977, chapter 6); the interval of
-    a single cluster is its point. Raises ValueError without values, if weights and values differ in number, or if no
-    weights sum above 0.
+    a single cluster is its value alone. Raises ValueError without values, if weights and values differ in number, or if
+    no weights sum above 0.
 
     >>> [round(end, 3) for end in confidence_interval([0.0, 1.0, 2.0])]
     [-1.484, 3.484]
     """
     weights = [1.0] * len(values) if weights is None else weights
     if not values or len(weights) != len(values):
-        raise ValueError(f"{len(values)} values with {len(weights)} weights: an interval needs as many, at least one")
+        raise ValueError(f"{len(values)} values with {len(weights)} weights: an interval needs a weight for each value")
     if clusters is not None:
         totals: dict[Hashable, tuple[float, float]] = {}
         for value, weight, cluster in zip(values, weights, clusters, strict=True):
             before = totals.get(cluster, (0.0, 0.0))
             totals[cluster] = (before[0] + value, before[1] + weight)
         values, weights = zip(*totals.values(), strict=True)
-    count, whole = len(values), math.fsum(weights)
-    if whole <= 0:
-        raise ValueError("the weights never sum to more than 0")
+    count, total_weight = len(values), math.fsum(weights)
+    if total_weight <= 0:
+        raise ValueError(f"the weights sum to {total_weight:g}, and an interval needs a sum above 0")
     if count < LEAST_RESAMPLED:
-        mean = math.fsum(values) / whole
+        mean = math.fsum(values) / total_weight
         errors = [(value - mean * weight) ** 2 for value, weight in zip(values, weights, strict=True)]
-        error = math.sqrt(math.fsum(errors) * count / max(count - 1, 1)) / whole
-        reach = student(count - 1) * error if count > 1 else 0.0
-        return mean - reach, mean + reach
+        error = math.sqrt(math.fsum(errors) * count / max(count - 1, 1)) / total_weight
+        half_width = student_t(count - 1) * error if count > 1 else 0.0
+        return mean - half_width, mean + half_width
     generator, means = random.Random(RESAMPLING_SEED), []
     for _ in range(RESAMPLES):
         drawn = generator.choices(range(count), k=count)
@@ -316,11 +317,11 @@ def confidence_interval(
     means.sort()
 
     def percentile(share: float) -> float:
-        at = share * (len(means) - 1)
-        return means[int(at)] + (at - int(at)) * (means[math.ceil(at)] - means[int(at)])
+        rank = share * (len(means) - 1)
+        return means[int(rank)] + (rank - int(rank)) * (means[math.ceil(rank)] - means[int(rank)])
 
-    beyond = NormalDist().cdf(-math.sqrt(count / (count - 1)) * student(count - 1))
-    return percentile(beyond), percentile(1 - beyond)
+    tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * student_t(count - 1))
+    return percentile(tail), percentile(1 - tail)
 
 
 def score_probabilities(
@@ -330,13 +331,13 @@ def score_probabilities(
     invalid_reward: float = 0.0,
     clusters: Sequence[Hashable] | None = None,
 ) -> Scores:
-    """Mean reward, regret and parse rate of a policy on N prompts, with 95% intervals over these or `clusters`.
+    """Mean reward, regret and parse rate of a policy on N prompts, with 95% intervals over the prompts or `clusters`.
 
     `rows` are the rewards by prompt and action, (N, K), and `probabilities` (N, K) the probabilities or shares of the
-    same actions. The remainder to 1 is completions without an action, which score `invalid_reward`, or the row's lowest
-    reward if that is nan. `answers` (N,) is the number of each prompt's answers, its weight. Regret is the row's
-    highest reward minus the mean. `reward_by_prompt` is for `paired_difference`. Raises ValueError without prompts or
-    answers.
+    same actions. The remainder to 1 is completions without an action, which score `invalid_reward` or, if it is nan,
+    the row's lowest reward. `answers` (N,) is the number of each prompt's answers, which weights the prompt. Regret is
+    the row's highest reward minus the mean. `reward_by_prompt` is for `paired_difference`. Raises ValueError without
+    prompts or answers.
 
     >>> scores = score_probabilities([[0.0, 1.0], [0.6, 0.4]], [[0.0, 0.5], [1.0, 0.0]], [2, 2])
     >>> scores["reward"], round(scores["regret"], 6), scores["parse_rate"], scores["action_counts"], scores["unparsed"]
@@ -347,8 +348,8 @@ def score_probabilities(
     figures: dict[str, list[float]] = {"reward": [], "regret": [], "parse_rate": []}
     best_named, counts = [], [0.0] * max(map(len, rows))
     for row, p, count in zip(rows, probabilities, answers, strict=True):
-        lost, parsed = min(row) if math.isnan(invalid_reward) else invalid_reward, math.fsum(p)
-        mean = math.fsum(a * b for a, b in zip(row, p, strict=True)) + lost * (1 - parsed)
+        invalid_score, parsed = min(row) if math.isnan(invalid_reward) else invalid_reward, math.fsum(p)
+        mean = math.fsum(a * b for a, b in zip(row, p, strict=True)) + invalid_score * (1 - parsed)
         figures["reward"].append(mean)
         figures["regret"].append(max(row) - mean)
         figures["parse_rate"].append(parsed)
@@ -398,15 +399,16 @@ def mean_of_known(values: Sequence[float | None], clusters: Sequence[Hashable] |
 
 def score_values(values: Sequence[Sequence[float]], clusters: Sequence[Hashable] | None = None) -> Scores:
     """`mean_of_known` of the mean rewards of N prompts, given the rewards of their completions. NaN is left out, and a
-    prompt without any other reward has None in `reward_by_prompt`. If all have None, so do the other figures.
+    prompt without any other reward has None in `reward_by_prompt`. If no prompt has a reward, the other figures are
+    None too.
 
     >>> score_values([[0.0, 1.0], [math.nan], [1.0, math.nan]])
     {'reward': 0.75, 'reward_low': -2.4265, 'reward_high': 3.9265, 'reward_by_prompt': [0.5, None, 1.0]}
     """
     kept = [[value for value in row if not math.isnan(value)] for row in values]
     means = [round(math.fsum(row) / len(row), 9) if row else None for row in kept]
-    nothing = dict.fromkeys(("reward", "reward_low", "reward_high"))
-    return {**(mean_of_known(means, clusters) if any(kept) else nothing), "reward_by_prompt": means}
+    no_figures = dict.fromkeys(("reward", "reward_low", "reward_high"))
+    return {**(mean_of_known(means, clusters) if any(kept) else no_figures), "reward_by_prompt": means}
 
 
 def paired_difference(

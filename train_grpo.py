@@ -47,7 +47,7 @@ from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
 from grpo.run.durable import scratch_folder
-from grpo.run.ending import StopRequest, answer_failure, end_quietly, fail, ignore_signals, record_end
+from grpo.run.ending import StopRequest, end_quietly, fail, handle_failure, ignore_signals, record_end
 from grpo.run.folder import continuation, mark_complete, prepare_run
 from grpo.run.layout import lock_output_dir
 from grpo.run.logs import start_logging
@@ -98,14 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_and_run(ranks: Ranks, only_check: bool) -> int:
-    """Locks OUTPUT_DIR against other runs, checks the input, and starts the run unless a process has a problem. Returns
-    the exit code. A start that is refused leaves nothing behind, not even the lock file."""
+    """Locks OUTPUT_DIR against other runs, checks the input, and starts the run unless a rank has a problem or
+    `only_check` is set, which also needs no lock. Returns the exit code. A start that is refused leaves nothing behind,
+    not even the lock file."""
     lock, problem, code = None, None, 2
     if not (only_check or ranks.rank):
         lock, problem = lock_output_dir(os.environ)
     try:
         if problems := list(filter(None, ranks.share(problem))):
-            return fail(problems[:1])
+            return fail(problems)
         resolved = preflight(os.environ, None, ranks)
         print(banner(resolved, every_setting=only_check))
         if resolved.problems:
@@ -124,13 +125,14 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
 
 
 def launch(resolved: ResolvedRun) -> int:
-    """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, however it ends."""
+    """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, after a failure
+    too. Raises RankLost if another process ended."""
     with Phase("importing torch and transformers"):  # Heavy imports wait until the preflight has passed.
         from grpo.model.load import unseen_gpu
 
     state, s, ranks = resolved.run, resolved.settings, resolved.ranks
     assert resolved.files and resolved.plan  # A run that passed its checks has both.
-    # One process of a machine downloads.
+    # Only one process per machine downloads.
     problem = unseen_gpu(resolved.machine) or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, resolved.files))
     if problems := list(dict.fromkeys(filter(None, ranks.share(problem)))):
         return fail(problems)
@@ -146,13 +148,13 @@ def launch(resolved: ResolvedRun) -> int:
     except RankLost:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        archive = None if ranks.rank else write_archive
-        return answer_failure(error, state.folder, s, resolved.plan.micro_batch, archive)
+        write_files = None if ranks.rank else write_report_and_zip
+        return handle_failure(error, state.folder, s, resolved.plan.micro_batch, write_files)
 
 
 def train(resolved: ResolvedRun) -> int:
     """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns the exit code
-    of a run that ends as it should, or is interrupted."""
+    of a run that is complete or was interrupted; raises the error of a run that failed."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
     import transformers
@@ -174,7 +176,7 @@ def train(resolved: ResolvedRun) -> int:
     ranks, stop = resolved.ranks, StopRequest(resolved.ranks)
     if ranks.launched:
         stop.listen()
-    log.info("\n%s\n", banner(resolved), extra=FILE_ONLY)  # The terminal has it already.
+    log.info("\n%s\n", banner(resolved), extra=FILE_ONLY)  # `check_and_run` printed the banner already.
     if state.checkpoint:
         log.info("continuing from step %d", state.step)
     transformers.utils.logging.disable_default_handler()  # The messages of transformers go into training.log.
@@ -223,7 +225,7 @@ def train(resolved: ResolvedRun) -> int:
 
 
 def finish(trainer: Trainer, progress: Progress, started: float) -> int:
-    """Save and evaluate the trained adapter, and zip: on rank 0 alone. Returns the exit code."""
+    """Saves and evaluates the trained adapter and writes the zip; runs on rank 0 alone. Returns the exit code."""
     folder, stop = trainer.run.folder, trainer.run.stop
     trainer.save_model(str(folder))
     assert trainer.processing_class
@@ -234,19 +236,19 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> int:
             progress.after(trainer)
             trainer.write_model_card(folder)  # Rewritten here so that it includes the final figures.
         stop.at_once = False
-    archive, steps = write_archive(folder), trainer.state.global_step
+    zip_file, steps = write_report_and_zip(folder), trainer.state.global_step
     if stop.signal:
-        again = continuation(folder, vars(trainer.run.settings))
-        log.warning("interrupted at step %d; %s. So far: %s", steps, again, archive)
+        advice = continuation(folder, vars(trainer.run.settings))
+        log.warning("interrupted at step %d; %s. So far: %s", steps, advice, zip_file)
         return 128 + stop.signal
     mark_complete(folder, steps)
-    log.info("complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, time.time() - started, folder, archive)
+    log.info("complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, time.time() - started, folder, zip_file)
     return 0
 
 
-def write_archive(folder: Path) -> Path:
-    """Write the run's report, then the zip that holds it with the rest; returns the zip's path. A report that fails
-    must not fail the run."""
+def write_report_and_zip(folder: Path) -> Path:
+    """Writes the run's report, then the zip of OUTPUT_DIR, and returns the zip's path. An error in the report is only
+    logged: it must not fail the run."""
     with Phase("writing the report and the zip") as phase:
         try:
             # Imported here, so that without matplotlib or jinja2 only the report is missing.
@@ -254,11 +256,11 @@ def write_archive(folder: Path) -> Path:
 
             write_report(folder)
         except Exception as error:
-            again = f"python scripts/report.py {folder}"
-            log.warning("no report was written (%s); try again with: %s", format_exception(error), again)
-        archive = write_zip(folder)
-        phase.result = f"{archive.stat().st_size / 1e6:.1f} MB"
-    return archive
+            command = f"python scripts/report.py {folder}"
+            log.warning("no report was written (%s); try again with: %s", format_exception(error), command)
+        zip_file = write_zip(folder)
+        phase.result = f"{zip_file.stat().st_size / 1e6:.1f} MB"
+    return zip_file
 
 
 if __name__ == "__main__":

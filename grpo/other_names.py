@@ -10,7 +10,7 @@ from __future__ import annotations
 
 # fmt: off
 # Our setting -> its names elsewhere. Meaning and unit are the same, so the value can be copied.
-SAME = {
+SYNONYMS = {
     "MODEL_ID": "MODEL MODEL_NAME MODEL_NAME_OR_PATH BASE_MODEL",
     "ATTN_IMPL": "ATTENTION ATTN_IMPLEMENTATION",
     "LORA_R": "LORA_RANK",
@@ -50,13 +50,13 @@ SAME = {
 }
 
 # Advice, where a value cannot simply be copied -> the other tools' names for it. {} stands for the value.
-INSTEAD = {
+ADVICE = {
     "set PROMPTS_PER_STEP, the prompts of a whole step (TRL's per_device_train_batch_size x "
     "gradient_accumulation_steps x GPUs / num_generations); micro-batches plan themselves":
         "BATCH_SIZE TRAIN_BATCH_SIZE PER_DEVICE_TRAIN_BATCH_SIZE GRADIENT_ACCUMULATION_STEPS AUTO_FIND_BATCH_SIZE",
     "set STEPS_PER_GENERATION to {} / (PROMPTS_PER_STEP x NUM_GENERATIONS)": "GENERATION_BATCH_SIZE",
     "set PROMPTS_PER_STEP={}, and STEPS_PER_GENERATION to verl's train_batch_size / {}": "PPO_MINI_BATCH_SIZE",
-    "set MAX_PROMPT_LEN and MAX_COMPLETION_LEN, of which it is the sum in tokens":
+    "set MAX_PROMPT_LEN and MAX_COMPLETION_LEN, whose sum it is, in tokens":
         "MAX_SEQ_LENGTH MAX_SEQ_LEN MAX_LENGTH MAX_MODEL_LEN SEQUENCE_LEN CUTOFF_LEN VLLM_MAX_MODEL_LENGTH",
     "set WARMUP_STEPS to {} x TOTAL_STEPS": "WARMUP_RATIO LR_WARMUP_STEPS_RATIO",
     "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 for none":
@@ -71,10 +71,10 @@ INSTEAD = {
         "REWARD REWARD_FUNC REWARD_FUNCS",
     "write them into REWARDS, as name=weight,...": "REWARD_WEIGHTS",
     "set VLLM_GPU_MEM={}, or leave it out: it is planned": "VLLM_GPU_MEMORY_UTILIZATION GPU_MEMORY_UTILIZATION",
-    "set IS_CORRECTION=none to do without": "VLLM_IMPORTANCE_SAMPLING_CORRECTION",
+    "set IS_CORRECTION=none to turn it off": "VLLM_IMPORTANCE_SAMPLING_CORRECTION",
     "set EVAL_STEPS, the steps between two evaluations; EVAL_SAMPLES=0 leaves out all of them":
         "EVAL_STRATEGY EVAL_ON_START EVAL_DELAY DO_EVAL",
-    "set BEST_BY, the figure that the adapter in best/ is kept by":
+    "set BEST_BY, the figure by which the adapter in best/ is chosen":
         "LOAD_BEST_MODEL_AT_END METRIC_FOR_BEST_MODEL GREATER_IS_BETTER",
 }
 
@@ -99,15 +99,15 @@ UNSUPPORTED = {
 ANSWERS = {
     name: answer
     for answer, names in [
-        *((f"set {setting}={{}}", names) for setting, names in SAME.items()),
-        *INSTEAD.items(),
+        *((f"set {setting}={{}}", names) for setting, names in SYNONYMS.items()),
+        *ADVICE.items(),
         *((f"leave it out: {reason}", names) for reason, names in UNSUPPORTED.items()),
     ]
     for name in names.split()
 }
 
-# Words that any program may export: as variables they are worth a warning, not an error.
-COMMON = (
+# Words that any program may export: as environment variables they give a warning, not an error.
+COMMON_WORDS = (
     "MODEL DATASET DATASETS SYSTEM REWARD REWARD_MODEL STEPS MAX_TOKENS MAX_LENGTH RANDOM_SEED RANDOM_STATE "
     "ATTENTION OVERRIDE OUT OUTPUT OUTDIR OUT_DIR DO_EVAL OPTIM OPTIMIZER DELTA FSDP DEEPSPEED"
 )

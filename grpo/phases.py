@@ -23,8 +23,8 @@ Item = TypeVar("Item")
 class Phase:
     """A piece of work, used in a `with`. Count what is finished in `done`; the last line says `result`.
 
-    Phases inside another one only add to its lines: `closed loop, base model, decision 4 of 30, 12 s`. With `first_s`
-    there are no lines at begin and end, and none before so many seconds: for work that is mostly short.
+    Phases inside another one only add to its lines: `closed loop, base model, decision 4 of 30, 12 s`. `first_s` is for
+    work that is mostly short: there are no lines at begin and end, and the first one comes after so many seconds.
     """
 
     active: list[Phase] = []  # the phases that have not ended, outermost first
@@ -41,17 +41,17 @@ class Phase:
         Phase.active.append(self)
         if self.outermost:
             if not self.first_s:
-                write(f"{self.label} ...")
+                write_line(f"{self.label} ...")
             threading.Thread(target=self.watch, daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.finished.set()
-        # An inner phase that did not end, in a generator that an exception left behind, ends with this one.
+        # An inner phase in a generator that an exception abandoned has not ended yet: it ends with this one.
         del Phase.active[Phase.active.index(self) if self in Phase.active else len(Phase.active) :]
         if self.outermost and not self.first_s:
             result = self.result or ("stopped" if kind else "done")
-            write(f"{self.label}: {result} ({self.seconds:.1f} s)")
+            write_line(f"{self.label}: {result} ({self.seconds:.1f} s)")
 
     @property
     def seconds(self) -> float:
@@ -68,11 +68,11 @@ class Phase:
         wait_s = self.first_s or LINE_S
         while not self.finished.wait(wait_s):
             parts = [part for phase in list(Phase.active) for part in (phase.label, phase.count) if part]
-            write(f"{', '.join(parts)}, {self.seconds:.0f} s")
+            write_line(f"{', '.join(parts)}, {self.seconds:.0f} s")
             wait_s = LINE_S
 
 
-def write(line: str) -> None:
+def write_line(line: str) -> None:
     """Writes a line into training.log and onto the screen; before there is a log, onto the screen alone."""
     if log.isEnabledFor(logging.INFO):
         log.info("%s", line)

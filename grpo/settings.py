@@ -17,13 +17,13 @@ from operator import gt, le, lt
 from pathlib import Path
 from typing import Any
 
-from grpo.other_names import ANSWERS, COMMON
+from grpo.other_names import ANSWERS, COMMON_WORDS
 from grpo.settings_table import FIELDS, TASKS, Settings, Value
 
 ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("train_grpo")
-MOST_WHOLE = 10**9  # The limit of a whole number whose setting names none, as plans are computed with it.
-MOST_FLOAT = 1e30  # The same limit for other numbers, whose products stay within float32.
+MOST_WHOLE = 10**9  # Upper limit of a whole number whose setting has no `high`: plans multiply such numbers.
+MOST_FLOAT = 1e30  # The same for other numbers, well within float32's 3e38.
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata.get("resume")}
 
@@ -36,9 +36,9 @@ def split_commas(text: str) -> list[str]:
 class Problems(list[str]):
     """Problems of the input, collected so that the user fixes everything in one go."""
 
-    def add(self, where: str, problem: str, fix: str) -> None:
-        """Adds one line, even if a name or a message of another program holds several."""
-        self.append(one_line(f"{where}: {problem}. {fix}"))
+    def add(self, where: str, fault: str, fix: str) -> None:
+        """Adds one line, even if a file's name or another program's message in it has line breaks."""
+        self.append(one_line(f"{where}: {fault}. {fix}"))
 
 
 class InputError(ValueError):
@@ -58,14 +58,14 @@ def show(value: Value) -> str:
     return f"{value:g}" if isinstance(value, (float, bool)) else str(value)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence that names the word which was probably meant, or nothing."""
+def nearest_hint(word: str, known: Iterable[str]) -> str:
+    """`; the nearest is ...`, to end a sentence with the known word that was probably meant; empty if none is near."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; the nearest is {near[0]}" if near else ""
 
 
 def read_number(text: str, kind: type[float] = float) -> float:
-    """A number in plain digits. Raises ValueError, also for other scripts' digits and `1_0`, which Python reads."""
+    """A number in plain digits. Raises ValueError, also for other scripts' digits and `1_0`, which Python accepts."""
     if not text.isascii() or "_" in text:
         raise ValueError(f"{text!r} is not written in plain digits")
     return kind(text)
@@ -80,7 +80,7 @@ def is_text(text: str) -> bool:
 
 
 def path_fault(path: str | Path) -> str | None:
-    """Why there can be no file at `path`, or None, also where it is merely missing."""
+    """Why there can be no file at `path`; None if there can be one, even if it does not exist yet."""
     try:
         os.stat(Path(path).expanduser())
     except (FileNotFoundError, NotADirectoryError):
@@ -95,8 +95,8 @@ def format_exception(error: BaseException) -> str:
     return one_line(": ".join(filter(None, (type(error).__name__, str(error)))), 300)
 
 
-def choices(name: str) -> tuple[str, ...]:
-    """The words that setting `name` takes, `auto` first where it takes that; empty where it has no list of words."""
+def accepted_words(name: str) -> tuple[str, ...]:
+    """The words that setting `name` accepts, `auto` first if it is one; empty for a setting without `choices`."""
     words = FIELDS[name].metadata.get("choices", ())
     return ("auto", *words) if words and str(FIELDS[name].type).endswith("| None") else words
 
@@ -113,9 +113,9 @@ def parse_value(name: str, text: str) -> Value:
         if text.lower() not in TRUE + FALSE:
             raise ValueError("expected auto, 1 or 0" if optional else "expected 1 or 0")
         return text.lower() in TRUE
-    if known := choices(name):
+    if known := accepted_words(name):
         if text.lower() not in known:
-            raise ValueError(f"expected one of {', '.join(known)}{nearest(text.lower(), known)}")
+            raise ValueError(f"expected one of {', '.join(known)}{nearest_hint(text.lower(), known)}")
         return text.lower()
     if spec.get("date"):
         return date.fromisoformat(text).isoformat()
@@ -125,7 +125,7 @@ def parse_value(name: str, text: str) -> Value:
 
 
 def parse_number(text: str, whole: bool, optional: bool, spec: Mapping[str, Any]) -> float:
-    """A number within the limits of a setting's facts `spec`; an int where it must be `whole`. Raises ValueError."""
+    """A number within the limits of a setting's metadata `spec`, an int if it must be `whole`. Raises ValueError."""
     try:
         value = read_number(text, int if whole else float)
     except ValueError:
@@ -142,25 +142,26 @@ def parse_number(text: str, whole: bool, optional: bool, spec: Mapping[str, Any]
 
 
 def canonical_name(word: str) -> str:
-    """A flag or a variable as settings are written: `--num-generations` as NUM_GENERATIONS."""
+    """A flag or a variable in the spelling of settings: `--num-generations` becomes NUM_GENERATIONS."""
     return word.lstrip("-").upper().replace("-", "_")
 
 
 def nearest_setting(variable: str) -> str | None:
     """The setting that an environment variable was probably meant to be, or None for another program's variable.
 
-    Short names match but for their case and underscores (`SPEED` is not `SEED`), longer ones if they are alike.
+    It may differ from the setting's name in case, in underscores, or by a final S. Settings of more than four letters
+    are also found by similarity; shorter ones are not, because `SPEED` is not `SEED`.
     """
     name = canonical_name(variable)
-    spellings = {spelling: ours for ours in FIELDS for spelling in (ours.replace("_", ""), f"{ours}S")}
-    similar = difflib.get_close_matches(name, [ours for ours in FIELDS if len(ours) > 4], 1, cutoff=0.83)
+    spellings = {spelling: known for known in FIELDS for spelling in (known.replace("_", ""), f"{known}S")}
+    similar = difflib.get_close_matches(name, [known for known in FIELDS if len(known) > 4], 1, cutoff=0.83)
     return spellings.get(name) or spellings.get(name.replace("_", "")) or (similar[0] if similar else None)
 
 
 def flag_answers(words: Sequence[str]) -> list[str]:
     """An answer to each part of a command line that is not an option: `--num-generations 8: set NUM_GENERATIONS=8`."""
     answers: list[str] = []
-    flags: list[list[str]] = []  # Each list holds a flag and the words behind it.
+    flags: list[list[str]] = []  # Each list holds a flag and the words after it.
     for word in words:
         if word.startswith("-") and not word[1:2].isdigit():
             flags.append(word.split("=", 1))
@@ -184,18 +185,18 @@ def unknown_variables(environ: Mapping[str, str]) -> tuple[Problems, list[str]]:
         value = environ[variable].strip().encode("utf-8", "backslashreplace").decode()
         if answer := ANSWERS.get(name):
             fix = one_line(answer.replace("{}", shlex.quote(value)), 300)
-            if name in COMMON.split():
+            if name in COMMON_WORDS.split():
                 warnings.append(f"{variable} is set but is not a setting: {fix}; or {ignore}")
             else:
                 problems.add(variable, "no such setting", f"{fix[0].upper()}{fix[1:]}; or {ignore}")
-        elif meant := nearest_setting(variable):
-            problems.add(variable, f"no such setting, the nearest is {meant}", f"Write {meant}, or {ignore}")
+        elif setting := nearest_setting(variable):
+            problems.add(variable, f"no such setting, the nearest is {setting}", f"Write {setting}, or {ignore}")
     return problems, warnings
 
 
 def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str], Problems]:
-    """Settings from the environment, where each value came from (`default`, `tiny`, the task or `environment`), and
-    problems; a value that is refused leaves the default."""
+    """Returns the settings in the environment, the source of each value (`default`, `tiny`, the task's name or
+    `environment`), and the problems. A setting whose value is refused keeps its default."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     problems = Problems()
@@ -210,21 +211,21 @@ def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str],
             try:
                 values[name], sources[name] = parse_value(name, text), "environment"
             except ValueError as error:
-                refusal = f"{one_line(repr(text), 200)} is not accepted, {error}"
-                problems.add(name, refusal, f"Unset it for the default ({show(values[name])})")
+                fault = f"{one_line(repr(text), 200)} is not accepted, {error}"
+                problems.add(name, fault, f"Unset it for the default ({show(values[name])})")
     problems.extend(unknown_variables(environ)[0])
     return Settings(**values), sources, problems
 
 
-def assignment(text: str) -> tuple[str, str]:
-    """(name, value) of NAME=VALUE, as an option of a command. Raises argparse.ArgumentTypeError."""
+def parse_assignment(text: str) -> tuple[str, str]:
+    """An argparse type: (name, value) of NAME=VALUE. It does not check that there is such a setting."""
     name, sign, value = text.partition("=")
     if not sign or not name.isupper():
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as LEARNING_RATE=1e-3")
     return name, value
 
 
-def number(low: float, high: float, kind: type[float] = float) -> Callable[[str], float]:
+def in_range(low: float, high: float, kind: type[float] = float) -> Callable[[str], float]:
     """An argparse type: a finite number from low to high."""
 
     def parse(text: str) -> float:
@@ -239,12 +240,12 @@ def number(low: float, high: float, kind: type[float] = float) -> Callable[[str]
     return parse
 
 
-def settings_table() -> Iterator[tuple[str, str, str, str, str, str]]:
+def setting_rows() -> Iterator[tuple[str, str, str, str, str, str]]:
     """(group, name, default, default for tiny or '', unit and limits, sentence) of every setting, in order."""
     for name, spec in FIELDS.items():
         meta = spec.metadata
         signs = {"low": ">=", "above": ">", "high": "<="}
-        limits = [f"one of {', '.join(choices(name))}"] if choices(name) else []
+        limits = [f"one of {', '.join(accepted_words(name))}"] if accepted_words(name) else []
         limits += [f"{sign} {show(meta[key])}" for key, sign in signs.items() if key in meta]
         flags = {"bool": "0 or 1", "bool | None": "auto, 0 or 1"}
         unit = "; ".join(filter(None, [flags.get(str(spec.type), meta["unit"]), *limits]))
@@ -253,20 +254,20 @@ def settings_table() -> Iterator[tuple[str, str, str, str, str, str]]:
 
 
 def wrap(line: str, indent: int) -> str:
-    """A line broken at 100 columns; what follows the first break is indented."""
+    """A line broken at 100 columns, with the lines after the first one indented."""
     return textwrap.fill(line, 100, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def fold(about: str | None) -> str:
-    """A script's docstring for `--help`: paragraphs are filled anew, what is indented stays as it is."""
+def reflow(about: str | None) -> str:
+    """A script's docstring for `--help`: wraps its paragraphs at 100 columns, but leaves indented ones as they are."""
     parts = (about or "").strip("\n").split("\n\n")
     return "\n\n".join(part if part.startswith(" ") else wrap(" ".join(part.split()), 0) for part in parts)
 
 
 def help_text(about: str) -> str:
     """The text of `--help`: what the program is `about`, and every setting, grouped."""
-    lines = [fold(about), ""]
-    for group, settings in itertools.groupby(settings_table(), lambda row: row[0]):
+    lines = [reflow(about), ""]
+    for group, settings in itertools.groupby(setting_rows(), lambda row: row[0]):
         lines += ["", f"{group}:"]
         for _, name, default, tiny, unit, text in settings:
             line = f"  {name}={default}"

@@ -27,21 +27,25 @@ TASK_FIGURES: dict[str, dict[str, str]] = {
 BEST_BY_NAMES = tuple(record["best_by"] for record in TASK_FILES.values() if "best_by" in record)
 
 
-def setting(group: str, default: Default, unit: str = "", text: str = "", **facts: Value | tuple[str, ...]) -> Default:
+def setting(
+    group: str, default: Default, unit: str = "", text: str = "", **metadata: Value | tuple[str, ...]
+) -> Default:
     """One setting: its group in `--help`, its default, its unit and what it means in one sentence.
 
-    `facts` may hold `tiny`, the default for `MODEL_ID=tiny` where that differs; `resume`, whether it may change when a
-    run is resumed; the limits `low` and `high` (inclusive), `above` and `choices`; `date` for a day; `nan` where NaN is
-    accepted; and `path` for a file or folder.
+    `metadata` may hold `tiny`, the default for `MODEL_ID=tiny` if that differs; `resume`, whether the setting may
+    change when a run is resumed; the limits `low` and `high` (inclusive), `above` and `choices`; `date` for a day;
+    `nan` if NaN is accepted; and `path` for a file or folder.
     """
-    return field(default=default, metadata={"group": group, "unit": unit, "text": text, "tiny": None, **facts})
+    return field(default=default, metadata={"group": group, "unit": unit, "text": text, "tiny": None, **metadata})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting of a run; the field's name is the environment variable's. None means `auto`. A new one is a field
-    here: reading it, its limits and `--help` follow, docs/settings.md after `python scripts/make_docs.py`. What must
-    fit other settings is checked in grpo/preflight/checks.py, and `auto` is chosen in choices.py beside it."""
+    """Every setting of a run; the field's name is the environment variable's. None means `auto`.
+
+    To add a setting, add a field: it is then read, checked against its limits, and listed by `--help`. Run
+    `python scripts/make_docs.py` for docs/settings.md. Rules between settings belong into grpo/preflight/checks.py, and
+    what `auto` means into grpo/preflight/choices.py."""
 
     # fmt: off
     MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", path=True, text=
@@ -51,44 +55,44 @@ class Settings:
         "`flash_attention_3`, `eager`, or a Hub kernel (`kernels-community/...`).")
     EXPERTS: str | None = setting("Model", None, choices=("bf16", "mxfp4", "shared", "paged"), resume=True, text=
         "How the learner holds the experts: `bf16` dequantized once; `mxfp4` quantized, in a third of the memory, each "
-        "layer dequantized when it is needed; `shared` likewise, in vLLM's own copy (Hopper cards); `paged` as mxfp4, "
-        "in host memory while vLLM is awake; `auto`: beside vLLM the first of shared, bf16 and paged that fits, else "
-        "mxfp4.")
+        "layer dequantized when it is needed; `shared` as mxfp4, but read from vLLM's own copy (Hopper cards); `paged` "
+        "as mxfp4, but in host memory while vLLM is awake; `auto`: beside vLLM the first of shared, bf16 and paged "
+        "that fits, without vLLM mxfp4 (bf16 on a CPU).")
     LORA_R: int = setting("Model", 4, "rank", tiny=8, low=1, text="Rank of the LoRA adapter.")
     LORA_ALPHA: float = setting("Model", 8.0, tiny=16.0, above=0, high=10_000, text=
         "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.")
     LORA_TARGETS: str = setting("Model", "all-linear", text=
-        "What gets an adapter: `all-linear` (q, k, v and o projections) or some of these, `experts` of all layers or "
-        "`7.experts` of one, separated by commas.")
+        "Modules that get an adapter, separated by commas: `all-linear` (q_proj, k_proj, v_proj and o_proj) or some of "
+        "these four, `experts` of all layers or `7.experts` of layer 7.")
     LORA_DROPOUT: float = setting("Model", 0.0, "share", low=0, high=0.9, text=
         "Dropout on the adapter's input while learning.")
     INIT_ADAPTER: str = setting("Model", "", "folder", path=True, text=
-        "LoRA adapter that the run starts from, such as scripts/sft.py makes; its rank, alpha and targets take the "
-        "place of the defaults. Empty: a fresh one.")
+        "LoRA adapter that the run starts from, for example one from scripts/sft.py; its rank, alpha and targets "
+        "replace the defaults. Empty: a fresh adapter.")
 
     TASK: str = setting("Data", "tes", choices=tuple(TASKS), text=
-        "What is learned: other defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).")
+        "What is learned; it sets the defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).")
     DATA: str = setting("Data", "data/tes_train.csv", tiny="data/tes_train_compact.csv", resume=True, text=
         "Training rows, separated by commas: CSV, JSON-lines and Parquet files, globs, data sets of the Hub "
         "(`org/name:config:split`).")
     EVAL_DATA: str | None = setting("Data", None, resume=True, text=
-        "Held-out rows, named as in DATA, for the evaluations; `auto`: EVAL_SHARE of DATA is held out, and of the "
-        "demo's DATA the rows that come with it.")
+        "Held-out rows for the evaluations, in the form of DATA; `auto`: the demo's held-out rows for the demo's DATA, "
+        "else EVAL_SHARE of DATA.")
     EVAL_SHARE: float = setting("Data", 0.1, "share", low=0, high=0.5, text=
         "Share of DATA that is held out where EVAL_DATA is auto: whole days where rows carry a date, else whole "
         "prompts; 0 holds nothing out.")
     EVAL_SAMPLES: int = setting("Data", 4, "completions", tiny=8, low=0, high=1000, resume=True, text=
-        "Completions per held-out prompt, and runs through the closed loop, in every evaluation; 0 skips them all.")
+        "Completions per held-out prompt, and runs through the closed loop, in each evaluation; 0 skips evaluations.")
     EVAL_TEMPERATURE: float = setting("Data", 0.5, above=0, high=10, resume=True, text=
-        "Sampling temperature of every evaluation (vLLM: 0.01 to 2); beside it the greedy answer is measured.")
+        "Sampling temperature of every evaluation (vLLM: 0.01 to 2); the greedy answer is measured as well.")
     EVAL_EXACT: bool = setting("Data", True, resume=True, text=
-        "Evaluate small models without vLLM by the probabilities of all answers `[k]` instead of samples; 0 for one "
-        "that reasons first.")
+        "Evaluate small models without vLLM by the probabilities of all answers `[k]` instead of samples; set 0 for a "
+        "model that reasons before it answers.")
     EVAL_STEPS: int = setting("Data", 50, "steps", tiny=100, low=0, resume=True, text=
-        "Steps between two evaluations while it trains; 0: only before and after.")
+        "Steps between two evaluations during training; 0: evaluate only before and after it.")
     BEST_BY: str | None = setting("Data", None, choices=(*BEST_BY_NAMES, "reward"), resume=True, text=
-        "Figure that chooses the best adapter: held-out `reward`, or that of the task's simulator, `plant` (regret of "
-        "the closed loop); `auto`: the latter where the simulator runs.")
+        "Figure that chooses the best adapter: held-out `reward`, or `plant`, the figure of the task's simulator "
+        "(regret of the closed loop); `auto`: the simulator's if it runs, else reward.")
     EVAL_PROFILE: str | None = setting("Data", None, resume=True, text=
         "Input files of the task's simulator: hourly profiles for the plant's closed loop; `auto`: the demo's for the "
         "demo's rows, else no simulation; empty skips it.")
@@ -100,7 +104,7 @@ class Settings:
     PROMPT_DATE: str = setting("Data", "2025-11-06", "date", date=True, text=
         "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.")
     MAX_PROMPT_LEN: int = setting("Data", 2048, "tokens", tiny=256, low=1, text=
-        "Longest prompt that is accepted; a longer one is an error, never cut.")
+        "Longest prompt that is accepted; a longer one is an error and is never cut.")
 
     REWARDS: str | None = setting("Rewards", None, text=
         "Reward functions, `name=weight,...`: regret, action, best, shortfall, format, gsm8k, or `module:function`; "
@@ -118,7 +122,7 @@ class Settings:
         "End every prompt in the final channel with `[`, so that one token is the answer and nothing has to be sampled "
         "to learn from (docs/learner.md).")
     MASK_TRUNCATED: bool = setting("Rewards", False, text=
-        "Leave completions that met MAX_COMPLETION_LEN out of the loss (bad length then costs nothing).")
+        "Leave completions that reach MAX_COMPLETION_LEN out of the loss (running too long then costs nothing).")
 
     USE_VLLM: bool | None = setting("Rollouts", None, resume=True, text=
         "Generate with vLLM beside the trainer (MXFP4 weights, asleep while learning) instead of transformers; "
@@ -155,7 +159,7 @@ class Settings:
         "Completions that transformers generates at once; must divide STEPS_PER_GENERATION x PROMPTS_PER_STEP x "
         "NUM_GENERATIONS; `auto` plans it from the free memory.")
     MAX_COMPLETION_LEN: int = setting("Rollouts", 4000, "tokens", tiny=12, low=1, text=
-        "Longest completion; one that meets it counts as truncated.")
+        "Longest completion; one that reaches it counts as truncated.")
     TEMPERATURE: float = setting("Rollouts", 1.0, tiny=1.5, above=0, high=10, text=
         "Sampling temperature of the rollouts (vLLM: 0.01 to 2); the loss uses the same.")
     TOP_P: float = setting("Rollouts", 1.0, "probability", above=0, high=1, text=
@@ -164,7 +168,7 @@ class Settings:
     TOTAL_STEPS: int = setting("Learner", 100, "steps", tiny=400, low=1, resume=True, text=
         "Optimizer steps of the whole run, resumed parts included.")
     NUM_TRAIN_EPOCHS: float | None = setting("Learner", None, "epochs", above=0, high=1e6, resume=True, text=
-        "Rounds over the training rows, in place of TOTAL_STEPS; `auto`: TOTAL_STEPS says.")
+        "Length of the run in epochs over the training rows; `auto`: TOTAL_STEPS decides.")
     LEARNING_RATE: float = setting("Learner", 5e-5, tiny=4e-3, above=0, high=1, text="Peak learning rate of AdamW.")
     LR_SCHEDULER: str = setting(
         "Learner", "constant_with_warmup", tiny="linear",
@@ -189,8 +193,8 @@ class Settings:
     EPSILON: float = setting("Learner", 0.2, above=0, text=
         "Lower clip range of the policy ratio, which is 1 with one step a rollout: nothing is clipped.")
     EPSILON_HIGH: float | None = setting("Learner", None, above=0, text=
-        "Upper clip range, which with one step a rollout acts only with cispo, below 1; `auto` is EPSILON, 5.0 for "
-        "cispo.")
+        "Upper clip range; with one step a rollout it acts only with cispo and a value below 1; `auto`: EPSILON, 5.0 "
+        "for cispo.")
     IMPORTANCE_SAMPLING_LEVEL: str = setting("Learner", "token", choices=("token", "sequence"), text=
         "Policy ratios by token, or one for each completion, their geometric mean (GSPO).")
     SEED: int = setting("Learner", 42, low=0, high=2**31 - 1, text=
@@ -208,7 +212,7 @@ class Settings:
     ALLOW_UNTESTED: bool = setting("Output", False, resume=True, text=
         "Go on with package versions outside the tested range.")
     IGNORE_VARS: str = setting("Output", "", resume=True, text=
-        "Variables of other programs that look like a mistyped setting, separated by commas.")
+        "Variables of other programs that look like mistyped settings, separated by commas.")
     # fmt: on
 
     @property

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.ask import as_csv, ask, serve_commands
 from grpo.run.best import read_best
 from grpo.run.ending import run_script
-from grpo.settings import InputError, number
+from grpo.settings import InputError, in_range
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,12 +33,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("adapter", type=Path, metavar="RUN_OR_ADAPTER", help="folder of the adapter")
     parser.add_argument("prompt", nargs="?", help="the user's message, or a conversation rendered in Harmony")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message to go with it")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="prompts as in DATA, instead of one")
-    parser.add_argument("--temperature", type=number(0, 10), default=0.0, metavar="T", help="0: greedy (default)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="prompts in a file like DATA's, instead of one prompt")
+    parser.add_argument("--temperature", type=in_range(0, 10), default=0.0, metavar="T", help="0: greedy (default)")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: what the run or the adapter names)")
     parser.add_argument("--base", action="store_true", help="ask the base model, without the adapter")
     parser.add_argument("--serve", action="store_true", help="print how to serve it with vLLM, and start nothing")
-    args = parser.parse_intermixed_args(argv)  # the prompt may also stand behind options
+    args = parser.parse_intermixed_args(argv)  # the prompt may also come after options
     if bool(args.csv) + (args.prompt is not None) + (args.serve and args.prompt is None) != 1:
         parser.error("give a prompt, or --csv FILE, or --serve (with a prompt or without)")
     return args
@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.serve:
             print(serve_commands(args))
             return 0
-        with contextlib.redirect_stdout(sys.stderr):  # Progress is not for the file that answers may go to.
+        # Progress goes to stderr: stdout may be redirected to a file of answers.
+        with contextlib.redirect_stdout(sys.stderr):
             answers = ask(args)
     except InputError as error:
         print(*error.args, sep="\n", file=sys.stderr)

@@ -11,22 +11,22 @@
 M is the folder of a checkpoint (docs/models.md, "Full"), D training CSVs.
 
 `rollout` runs three steps of 12 prompts x 8 completions x 512 tokens through the entry point, or what the settings say
-instead, and records their time and memory, the mismatch check, and whether every weight is what it was. Exit code 1 if
-one is not, that of the run if it fails. It takes `--set NAME=VALUE` for any setting, `--free-gib` to occupy the rest of
+instead, and records their time and memory, the mismatch check, and whether frozen weights have changed. Exit code 1 if
+they have, that of the run if it fails. It takes `--set NAME=VALUE` for any setting, `--free-gib` to occupy the rest of
 the GPU, `--tokens` for shorter completions than MAX_COMPLETION_LEN (whose memory is planned nevertheless), and
-`--kernels older-cards` for what vLLM takes on such cards.
+`--kernels older-cards` for the kernels that vLLM takes on such cards.
 
 `many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling), and
-with the same work in all, of 96 and of 384 completions (strong scaling). The JSON is written after each; `--resume`
-leaves out what has ended with this commit and these options.
+with the same work in all, of 96 and of 384 completions (strong scaling). The JSON is written after each run; `--resume`
+reuses the runs that have ended with this commit and these options.
 
 `demo` runs train_grpo.py on the tiny model for ten seeds and lets the last and the best adapter control the plant
 through three sets of windows that chose neither. Exit code 1 unless the best ones are below the rule charge_when_clean
 on all seeds and sets.
 
 `faults` runs the entry point once as it is and once with kills, a full GPU and a dying engine in each phase of a step,
-started again after each (docs/reliability.md, "On a GPU"). Exit code 1 if a start does not end as it should, or a step
-is missing at the end.
+and starts it again after each (docs/reliability.md, "On a GPU"). Exit code 1 if a start does not end as it should, or a
+step is missing at the end.
 
 The JSON holds `command, machine, date, versions, commit, figures: [{name, value, unit, note}]`.
 """
@@ -41,17 +41,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_grpo
 from grpo.run.ending import run_script
-from grpo.settings import FIELDS, assignment, fold
+from grpo.settings import FIELDS, parse_assignment, reflow
 
 RUN = "OUTPUT_DIR of the runs; deleted first (default %(default)s)"
 
 
 def add_command(commands: argparse._SubParsersAction, name: str, text: str, model: bool) -> argparse.ArgumentParser:
-    """A command with the options that several have; `model`: it runs a checkpoint on a GPU."""
+    """Adds a command with the options that commands share; with `model` also those of a checkpoint on a GPU."""
     command = commands.add_parser(name, help=text)
     command.add_argument("--out", required=True, help="JSON to write")
     command.add_argument("--run", default=f"runs/bench-{name}", help=RUN)
-    settings = {"type": assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
+    settings = {"type": parse_assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
     command.add_argument("--set", help="a setting of the runs", **settings)
     command.add_argument("--child", help=argparse.SUPPRESS)
     if model:
@@ -61,22 +61,22 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     rollout = add_command(commands, "rollout", "a run's time, memory and weights, at any settings", True)
     rollout.add_argument("--free-gib", type=float, help="GiB of the GPU that the run gets (default: all)")
-    rollout.add_argument("--kernels", choices=("own", "older-cards"), default="own", help="of vLLM's attention")
-    rollout.add_argument("--tokens", type=int, help="vLLM's completions end after so many")
+    rollout.add_argument("--kernels", choices=("own", "older-cards"), default="own", help="kernels of vLLM's attention")
+    rollout.add_argument("--tokens", type=int, help="length at which vLLM's completions end")
     many = add_command(commands, "many", "the same step on 1, 2, ... GPUs", True)
     many.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="numbers of GPUs (default 1 2)")
-    many.add_argument("--prompts", type=int, default=12, help="of one GPU (default %(default)s)")
+    many.add_argument("--prompts", type=int, default=12, help="prompts of one GPU's step (default %(default)s)")
     demo = add_command(commands, "demo", "the demo on ten seeds, on the CPU", False)
     demo.add_argument("--figure", help="PNG to write (default: none)")
-    demo.add_argument("--seeds", type=int, default=10, help="1 to this one (default %(default)s)")
+    demo.add_argument("--seeds", type=int, default=10, help="number of seeds, from 1 on (default %(default)s)")
     demo.add_argument("--jobs", type=int, default=2, help="seeds side by side (default %(default)s)")
     faults = add_command(commands, "faults", "kills, full memory and a dying engine in each phase of a step", True)
-    faults.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="these only, in this order")
-    many.add_argument("--resume", action="store_true", help="leave out what has ended, with these options")
+    faults.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="only these faults, in this order")
+    many.add_argument("--resume", action="store_true", help="reuse the runs that have ended with these options")
     options = parser.parse_args()
     if unknown := [name for name, _ in options.set if name not in FIELDS]:
         parser.error(f"{', '.join(unknown)}: no setting has this name (docs/settings.md)")

@@ -23,11 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.ending import run_script
-from grpo.settings import InputError, Settings, fold
+from grpo.settings import InputError, Settings, reflow
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     add, model = parser.add_argument, os.environ.get("MODEL_ID") or Settings.MODEL_ID
     add("folder", metavar="FOLDER", type=Path, help="of hourly profiles")
     add("--files", default="*.csv", metavar="PATTERN", help="which of its files are profiles (default %(default)s)")
@@ -39,10 +39,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(argv)
-    from grpo.measure.days import days  # Imported here: --help needs no torch.
+    from grpo.measure.days import train_on_days  # Imported here: --help needs no torch.
 
     try:
-        return days(options)
+        return train_on_days(options)
     except InputError as error:
         print(*error.args, sep="\n", file=sys.stderr)
     except OSError as error:

@@ -10,9 +10,9 @@
     python scripts/evaluate.py runs/first --profile profiles/*.csv --samples 8
 
 With --data every row is answered and scored as the run scores its held-out rows. Without it the model controls the
-plant hour by hour, beside rules and the exact optimum: every window is three days of a profile (docs/plant.md) from 150
-kWh. All windows are asked in one batch an hour; the answer moves the plant, and the plant's new state makes the next
-prompt. docs/evaluation.md defines every figure.
+plant hour by hour, beside rules and the exact optimum: every window is three days of a profile (docs/plant.md) that
+begin with 150 kWh stored. Each hour's prompts of all windows are one batch; the answer moves the plant, and the plant's
+new state makes the next prompt. docs/evaluation.md defines every figure.
 Exit codes: 0 done, 2 bad input (every problem is named), 4 vLLM failed, 1 anything else.
 """
 
@@ -29,7 +29,7 @@ from grpo.evaluate.by_hand import evaluate_rows, simulate
 from grpo.rollout.engine import EngineError
 from grpo.run.best import read_best
 from grpo.run.ending import run_script
-from grpo.settings import InputError, number
+from grpo.settings import InputError, in_range
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -37,13 +37,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run's folder, its best/, or a checkpoint")
-    parser.add_argument("--data", nargs="+", metavar="FILE", help="score these rows, read as DATA is, instead")
-    parser.add_argument("--rewards", metavar="REWARDS", help="with --data: reward functions (default: the run's)")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help="score rows, read as DATA is, instead of simulating")
+    parser.add_argument("--rewards", metavar="REWARDS", help="reward functions for --data (default: the run's)")
     parser.add_argument("--base-too", action="store_true", help="evaluate the base model as well (with RUN)")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: the adapter's run's, or MODEL_ID)")
     text = "answers to each row, or passes of the simulator (default: the run's EVAL_SAMPLES)"
-    parser.add_argument("--samples", type=number(1, 1000, int), metavar="N", help=text)
-    text = "(default evaluation-NAME.json in RUN, else in the current folder; NAME: of --data, or closed_loop)"
+    parser.add_argument("--samples", type=in_range(1, 1000, int), metavar="N", help=text)
+    text = "JSON to write (default evaluation-NAME.json in RUN or the current folder; NAME: --data's or closed_loop)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
     text = "without --data: input files of the simulator (default: the run's EVAL_PROFILE, else its task's)"
     parser.add_argument("--profile", nargs="+", metavar="CSV", help=text)

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*error.args, sep="\n", file=sys.stderr)
         return 2
     except (OSError, SafetensorError) as error:
-        print(f"it failed: {format_exception(error)}", file=sys.stderr)
+        print(f"export failed: {format_exception(error)}", file=sys.stderr)
         return 1
     return 0
 

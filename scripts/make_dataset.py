@@ -17,26 +17,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.settings import InputError, number
+from grpo.settings import InputError, in_range
 from grpo.tasks.tes import dataset
-from grpo.tasks.tes.profiles import windows
+from grpo.tasks.tes.profiles import cut_windows
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with code 2 on a wrong one. `own` holds the options for profiles that are set."""
+    """Reads the command line; exits with code 2 on a wrong one. `own` holds those options of --profile that are set."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--profile", nargs="+", metavar="CSV", help="your own hourly profiles, not synthetic days")
     parser.add_argument("--out", metavar="DIR", help="where the files are (default data/; required with --profile)")
-    prompts, about = ("full", "compact", "both"), "(default both, with --profile full: every hour once)"
+    prompts, about = ("full", "compact", "both"), "form of the prompts (default both; with --profile full)"
     parser.add_argument("--prompt", choices=prompts, help=about)
-    seed = number(0, 2**32 - 1, int)
+    seed = in_range(0, 2**32 - 1, int)
     parser.add_argument("--seed", type=seed, default=dataset.SEED, help="random seed (default %(default)s)")
     group = parser.add_argument_group("with --profile")
     own = [
-        group.add_argument("--explore", type=number(0, 1), metavar="P", help="share of random actions (default 0.25)"),
-        group.add_argument("--trajectories", type=number(1, 1000, int), metavar="N", help="a window (default 1)"),
-        group.add_argument("--short-share", type=number(0, 0.9), metavar="S", help="least share of short hours"),
-        group.add_argument("--vary", type=number(1, 10), metavar="F", help="loads of further walks times 1/F to F"),
+        group.add_argument(
+            "--explore", type=in_range(0, 1), metavar="P", help="share of random actions (default 0.25)"
+        ),
+        group.add_argument("--trajectories", type=in_range(1, 1000, int), metavar="N", help="per window (default 1)"),
+        group.add_argument("--short-share", type=in_range(0, 0.9), metavar="S", help="least share of short hours"),
+        group.add_argument(
+            "--vary", type=in_range(1, 10), metavar="F", help="further trajectories get loads x 1/F to F"
+        ),
     ]
     args = parser.parse_args(argv)
     args.own = {action.dest: value for action in own if (value := getattr(args, action.dest)) is not None}
@@ -57,7 +61,7 @@ def make(args: argparse.Namespace) -> dict[str, str]:
         return dict(dataset.synthetic_files(args.seed, prompts))
     profiles = dataset.read_profiles(map(Path, args.profile))
     for path, profile in profiles.items():
-        cut = windows(profile)
+        cut = cut_windows(profile)
         used = {day for window in cut for day in window.dates}
         spare = [str(day) for day in profile.dates if day not in used]
         unused = f"; not used: {spare}" if spare else ""

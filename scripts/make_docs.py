@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.logs import COMPLETIONS, METRICS
-from grpo.settings import MAY_CHANGE, ROOT, fold, settings_table
+from grpo.settings import MAY_CHANGE, ROOT, reflow, setting_rows
 
 # The settings to choose for a first real run, besides DATA and OUTPUT_DIR, which stand in the README's commands.
 KEY_SETTINGS = (
@@ -36,7 +36,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def settings_tables() -> str:
     """Every setting by group; a star marks those that may change when a run is resumed."""
     groups: dict[str, list[list[str]]] = {}
-    for group, name, default, tiny, unit, text in settings_table():
+    for group, name, default, tiny, unit, text in setting_rows():
         default = f"`{default}`" + (f"; tiny: `{tiny}`" if tiny else "")
         star = "*" if name in MAY_CHANGE else ""
         groups.setdefault(group, []).append([f"`{name}`{star}", default, unit, text])
@@ -49,7 +49,7 @@ def columns_table(columns: Mapping[str, tuple[str, str]]) -> str:
     return table(["Column", "Unit", "Meaning"], [[f"`{name}`", unit, text] for name, (unit, text) in columns.items()])
 
 
-def measured(name: str) -> dict[str, float]:
+def recorded_values(name: str) -> dict[str, float]:
     """The values of docs/results/NAME by the names of their figures."""
     record = json.loads((ROOT / "docs" / "results" / name).read_text(encoding="utf-8"))
     return {figure["name"]: figure["value"] for figure in record["figures"]}
@@ -57,7 +57,7 @@ def measured(name: str) -> dict[str, float]:
 
 def headline() -> str:
     """The README's sentence about speed and memory."""
-    values = measured("shared-h200.json")
+    values = recorded_values("shared-h200.json")
     text = f"""On one H200, with random weights, a step of 12 prompts x 8 completions of 512 tokens takes
         {values["shared_step_s"]:.1f} s and {values["shared_job_peak_gib"]:.0f} GiB, and where all but 22 GiB are
         occupied {values["shared_22_step_s"]:.1f} s and {values["shared_22_job_peak_gib"]:.0f} GiB
@@ -67,12 +67,12 @@ def headline() -> str:
 
 
 def key_settings() -> str:
-    """The README's table of the settings that a first run decides."""
-    rows = [[f"`{row[1]}`", f"`{row[2]}`", row[5]] for row in settings_table() if row[1] in KEY_SETTINGS]
+    """The README's table of the settings to choose for a first run."""
+    rows = [[f"`{row[1]}`", f"`{row[2]}`", row[5]] for row in setting_rows() if row[1] in KEY_SETTINGS]
     return table(["Setting", "Default", "Meaning"], rows)
 
 
-# Pages, and what stands on them between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
+# Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"measured": headline, "key settings": key_settings},
     "docs/settings.md": {"settings": settings_tables},
@@ -83,8 +83,8 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
 }
 
 
-def renewed(page: str) -> str:
-    """The page with its generated parts written again."""
+def regenerated(page: str) -> str:
+    """The text of a page, with its generated parts made anew."""
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, make in GENERATED[page].items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
@@ -95,10 +95,10 @@ def renewed(page: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     for page in GENERATED:
-        (ROOT / page).write_text(renewed(page), encoding="utf-8")
+        (ROOT / page).write_text(regenerated(page), encoding="utf-8")
     print(f"written: {', '.join(GENERATED)}")
     return 0
 

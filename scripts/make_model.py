@@ -27,14 +27,14 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.settings import fold
+from grpo.settings import reflow
 
 FIGURES = """at temperature 1: parse rate {parse_rate:.3f}, mean reward {reward:.3f} (greedy {greedy:.3f}, random \
 {random:.3f}, best constant {best_constant:.3f}, oracle {oracle:.3f})"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     tiny = commands.add_parser("tiny", help="a toy model that understands the demo's prompts, 0.3 million parameters")
     full = commands.add_parser("full", help="gpt-oss's shapes with random weights, 12.8 GiB or, 120b, 60.8 GiB")
@@ -42,8 +42,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--out", type=Path, required=True, help="new directory to write")
     full.add_argument("--tokenizer", type=Path, required=True, help="directory with the tokenizer.json to copy")
     full.add_argument("--device", default="cpu", help="where the weights are drawn: cpu (default) or cuda")
-    full.add_argument("--shape", choices=("20b", "120b"), default="20b", help="of openai/gpt-oss-... (default 20b)")
-    full.add_argument("--layers", type=int, help="of 0.49 GiB each, 120b 1.65 (default: all, 24 or 36)")
+    full.add_argument("--shape", choices=("20b", "120b"), default="20b", help="size of gpt-oss (default 20b)")
+    full.add_argument("--layers", type=int, help="number of layers, 0.49 GiB each (120b: 1.65); default 24 (120b: 36)")
     return parser.parse_args(argv)
 
 

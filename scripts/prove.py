@@ -33,14 +33,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.ending import run_script
-from grpo.settings import ROOT, assignment
+from grpo.settings import ROOT, parse_assignment
 
-# Fields of a Scale's recipe that an option changes.
+# Fields of a Scale's recipe, and the options that change them.
 CHANGES = {
     "seconds": ("--warmup-seconds", float, "budget of the warm-up (default: the scale's)"),
     "steps": ("--warmup-steps", int, "budget in steps (default: the scale's)"),
-    "windows": ("--windows", int, "of warm-up rows, 40 each"),
-    "probe_windows": ("--probe-windows", int, "of the rows on which the warm-up is measured"),
+    "windows": ("--windows", int, "windows of the warm-up's rows, 40 rows each"),
+    "probe_windows": ("--probe-windows", int, "windows of the rows on which the warm-up is measured"),
 }
 
 
@@ -50,17 +50,24 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the proof: data/, model/, run/")
-    add("--scale", choices=("mid", "small", "cpu"), default="mid", help="(default %(default)s)")
+    add("--scale", choices=("mid", "small", "cpu"), default="mid", help="size of the proof (default %(default)s)")
     add("--reason", action="store_true", help="a short chain of reasoning before each answer, for every stage")
     add("--stage", choices=("make", "train", "collect", "all"), default="all")
-    add("--device", default="cpu", help="of the warm-up: cpu (default), cuda, cuda:1, ...")
+    add("--device", default="cpu", help="device of the warm-up: cpu (default), cuda, cuda:1, ...")
     add("--tokenizer", type=Path, help="folder with tokenizer.json")
     for name, (option, kind, text) in CHANGES.items():
         add(option, type=kind, help=text, dest=name)
-    add("--seed", type=int, default=0, help="of weights and warm-up (default %(default)s)")
-    add("--set", type=assignment, action="append", default=[], metavar="NAME=VALUE", help="a setting of train_grpo.py")
+    add("--seed", type=int, default=0, help="seed of weights and warm-up (default %(default)s)")
+    add(
+        "--set",
+        type=parse_assignment,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of train_grpo.py",
+    )
     add("--results", type=Path, default=ROOT / "docs/results/proof.json", help="JSON to write")
-    add("--report-name", default="proof-report.html", help="of the report, beside the JSON")
+    add("--report-name", default="proof-report.html", help="name of the report, beside the JSON")
     add("--force", action="store_true", help="repeat stages that are complete")
     return parser.parse_args(argv)
 

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.measure.strike import CASE, MOMENT, NO_SIGNAL, OPERATIONS, STRUCK, Moment, send_signal
 from grpo.run.layout import ADAPTER
 from grpo.run.logs import METRICS
-from grpo.settings import MOST_WHOLE, ROOT, fold, number
+from grpo.settings import MOST_WHOLE, ROOT, in_range, reflow
 
 # Tracebacks that are not faults: those of an interrupted import, and torchrun's own after a process was killed.
 INTERRUPTED_IMPORT = r"<frozen importlib|in <module>\n +(?:from|import) |torch/distributed/run.py"
@@ -234,15 +234,15 @@ def attack(folder: Path, part: str, name: str, number: int, seed: int) -> tuple[
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, count = parser.add_argument, number(1, MOST_WHOLE, int)
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, count = parser.add_argument, in_range(1, MOST_WHOLE, int)
     add("--out", required=True, type=Path, help="JSON to write")
     add("--part", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="kills, signals, or both (default)")
     add("--only", nargs="+", default=[], metavar="NAME[/NUMBER]", help=f"programs or cases, of {', '.join(PROGRAMS)}")
     add("--size", type=count, help="at most so many cases of each program and part")
     add("--seed", type=int, default=1, help="of every choice (default 1)")
     add("--jobs", type=count, default=2, help="cases side by side (default 2)")
-    add("--minutes", type=number(0, 10**6), default=10**6, help="no case begins later (default: no limit)")
+    add("--minutes", type=in_range(0, 10**6), default=10**6, help="no case begins later (default: no limit)")
     add(
         "--run", type=Path, default=Path("runs/reliability"), help="folder of all cases; the last campaign's is deleted"
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 set -euo pipefail
 
-# TRL needs 3.11, and 3.13 is the newest that the sets were resolved for. pyproject.toml states the same range.
+# TRL needs 3.11 or later; the requirements were resolved up to 3.13. pyproject.toml states the same range.
 PYTHON_VERSIONS="3.11 3.12 3.13"
 # PyPI's torch is the CUDA build. uv knows where PyTorch keeps the CPU one, so that no package host stands in this file.
 UV_VERSION=0.13.8
@@ -80,9 +80,9 @@ elif [ -n "$have" ] && [ "${have%% *}" != "$kind" ]; then
 fi
 
 # --- which Python ------------------------------------------------------------------------------------------------------
-# Each is run: a version manager's stand-in can be on PATH and still fail.
+# Each candidate is run, because a version manager's stand-in can be on PATH and still fail.
 python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
-# vLLM and its kernels are tried most on 3.12. For the CPU set any will do, and the system's own needs no install.
+# vLLM and its kernels are tested most on 3.12. For the CPU set any version will do, and the system's needs no install.
 candidates=(python3.12 python3 python3.13 python3.11)
 [ "$kind" = gpu ] || candidates=(python3 "${candidates[@]}")
 [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
@@ -106,7 +106,7 @@ if [ "$kind" = gpu ]; then
         old="the NVIDIA driver is $driver; torch here is built for CUDA 13, which needs driver $MIN_DRIVER or newer"
         [ "${ALLOW_UNTESTED:-0}" = 1 ] ||
             die 4 "$old. Take an image with a newer driver (docs/install.md#older-drivers has another way)"
-        warn "$old. ALLOW_UNTESTED=1: it goes on"
+        warn "$old. Continuing because ALLOW_UNTESTED=1"
     fi
     # With an older C library packages have no wheel: llguidance below 2.31 on x86_64, pynvvideocodec below 2.34 on aarch64.
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d' ' -f2) || glibc="0 (another C library)"
@@ -124,7 +124,7 @@ vpython=$venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 [ -t 1 ] || export PIP_QUIET=1
 if [ -n "$have" ] && [ "$(python_version "$vpython")" != "$version" ]; then
-    say "environment: the $venv that is there is of another Python and is deleted"
+    say "environment: $venv has another Python version and is deleted"
     rm -rf "$venv"
 fi
 say "environment: $venv"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# torchrun for train_grpo.py: one process a GPU. A signal goes to these processes, which finish their step and save a
-# checkpoint; torchrun itself would kill them 30 s later (before torch 2.12 whatever is set). A lost terminal ends nothing.
+# Runs train_grpo.py by torchrun, one process a GPU. A signal goes to these processes, which finish their step and save a
+# checkpoint; torchrun itself would kill them after 30 s, which no option changes before torch 2.12. A lost terminal ends
+# nothing.
 #
 #   bash scripts/torchrun.sh --nproc-per-node 2
 set -euo pipefail

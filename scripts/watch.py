@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follow a run in the terminal: step, time left, reward, parse rate, lengths, GPU, last warnings and evaluations.
 
-    python scripts/watch.py runs/first     until it is complete; Ctrl-C ends watching
+    python scripts/watch.py runs/first     # ends with the run, or by Ctrl-C, which leaves the run alone
 
 It only reads files, so it can be started before the run, beside it or after it, on another machine that sees the
 folder. Whether a process still runs is known from the lock beside the folder, where the file system shares locks.
-Without a terminal it prints one picture. Exit codes: 0, or 2 where RUN_DIR holds no run.
+Without a terminal it prints the state once. Exit codes: 0, or 2 where RUN_DIR holds no run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.run_data import read_json, read_metrics
 from grpo.run.folder import COMPLETE, continuation
 from grpo.run.layout import lock_path
-from grpo.run.logs import RECENT, UNKNOWN, Pace
-from grpo.settings import InputError, fold
-from grpo.tasks.figure_text import number, part
+from grpo.run.logs import RECENT_STEPS, TIME_UNKNOWN, Pace
+from grpo.settings import InputError, reflow
+from grpo.tasks.figure_text import finite_number, object_at
 
 # Lines of training.log with a warning, an error or a critical message (`12:07:54 W train_grpo: ...`), of the box below
 # one (`banner_text`), and about an evaluation.
@@ -59,8 +59,8 @@ def read_news(path: Path) -> list[str]:
 def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFrame) -> str:
     """Why no next step will come, or else how long the run still takes."""
     total, step = settings.get("TOTAL_STEPS", 0), metrics["step"].max() if len(metrics) else 0
-    # A resumed run with more steps finds the complete.json of its first part: that one does not count.
-    if number(read_json(folder / COMPLETE).get("steps")) >= total:
+    # A run that is resumed with more steps still has the complete.json of its first steps, which does not count.
+    if finite_number(read_json(folder / COMPLETE).get("steps")) >= total:
         return DONE
     if settings and not is_running(folder):
         return f"no process is running; {continuation(folder, settings)}"
@@ -70,18 +70,18 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
         return "every step is done: evaluation and saving"
     shared = settings.get("STEPS_PER_GENERATION", 1) * settings.get("NUM_ITERATIONS", 1)
     pace = Pace(total, settings.get("EVAL_STEPS", 0), metrics.to_dict("records"), shared)
-    return pace.time_left(step) or UNKNOWN
+    return pace.time_left(step) or TIME_UNKNOWN
 
 
 def frame(folder: Path) -> tuple[list[str], bool]:
-    """The lines to show now, and whether the run is complete. Nothing is remembered between two calls, so the run may
-    be resumed or made again meanwhile."""
-    settings = part(read_json(folder / "settings.json"), "settings")
+    """The lines to show now, and whether the run is complete. Every call reads all files again, so the run may be
+    resumed or replaced meanwhile."""
+    settings = object_at(read_json(folder / "settings.json"), "settings")
     metrics = read_metrics(folder / "metrics.csv") if (folder / "metrics.csv").is_file() else pandas.DataFrame()
     status, news = status_of(folder, settings, metrics), read_news(folder / "training.log")
     if not len(metrics):
         return [status, *news], status == DONE
-    last, recent = metrics.iloc[-1], metrics["reward"].tail(RECENT)
+    last, recent = metrics.iloc[-1], metrics["reward"].tail(RECENT_STEPS)
     lines = [
         f"step        {last['step']} of {settings.get('TOTAL_STEPS', '?')}, {status}",
         f"reward      {last['reward']:.3f}, mean of the last {len(recent)}: {recent.mean():.3f}",
@@ -95,7 +95,7 @@ def frame(folder: Path) -> tuple[list[str], bool]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=fold(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="OUTPUT_DIR of a run; it may not be there yet")
     options = parser.parse_args(arguments)
     if options.run_dir.exists() and not options.run_dir.is_dir():

@@ -21,7 +21,7 @@ SETTINGS = {
     "PYTHONPATH": str(ROOT / "tests"),
 }  # fmt: skip
 
-ASKED = "once more ends the run at once"
+ASKED = "a second signal ends the run at once"
 
 
 def environment(folder: Path, **settings: object) -> dict[str, str]:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from conftest import CLEAN, ROOT
 
-from grpo.settings import load_settings, settings_table
+from grpo.settings import load_settings, setting_rows
 
 CLOUD = ROOT / "scripts/cloud"
 SKY_TEXT = (CLOUD / "sky.yaml").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def test_the_image_gets_the_code_and_nothing_else(tmp_path):
 
 def test_the_task_names_settings_and_files_that_exist():
     names = {*SKY["envs"], *re.findall(r"--env ([A-Z_]+)=", SKY_TEXT)}
-    assert {"BUCKET", "RUN"} <= names <= {"BUCKET", "RUN"} | {name for _, name, *_ in settings_table()}
+    assert {"BUCKET", "RUN"} <= names <= {"BUCKET", "RUN"} | {name for _, name, *_ in setting_rows()}
     # BUCKET and SkyPilot's own variables must not be taken for mistyped settings.
     values = {name: value for name, value in SKY["envs"].items() if value is not None}
     assert not load_settings(values | {"BUCKET": "name", "SKYPILOT_TASK_ID": "1"})[2]

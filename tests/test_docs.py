@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT
 
 from grpo.data.files import read_rows
-from grpo.settings import Problems, load_settings, settings_table
+from grpo.settings import Problems, load_settings, setting_rows
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,7 +27,7 @@ NOT_SETTINGS = {
 
 @pytest.mark.parametrize("name", make_docs.GENERATED)
 def test_generated_parts_are_current(name):
-    assert (ROOT / name).read_text(encoding="utf-8") == make_docs.renewed(name), "run scripts/make_docs.py"
+    assert (ROOT / name).read_text(encoding="utf-8") == make_docs.regenerated(name), "run scripts/make_docs.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -54,7 +54,7 @@ def test_named_files_are_there(page):
 @pytest.mark.parametrize("page", CURRENT, ids=lambda p: p.name)
 def test_named_settings_are_settings(page):
     """A setting that was renamed or removed must not be offered any more, nor a value that is none of its choices."""
-    names = {name for _, name, *_ in settings_table()}
+    names = {name for _, name, *_ in setting_rows()}
     text = page.read_text(encoding="utf-8")
     word = r"(?<![\w-])([A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]|(?<=`)[A-Z]{4,}(?=[`=]))(?:=([^\s`'\")]+))?(?!\w)"
     for name, value in re.findall(word, text):

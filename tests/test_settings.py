@@ -15,7 +15,7 @@ from conftest import CLEAN, ROOT, run_script
 from hypothesis import strategies as st
 from machines import only
 
-from grpo.other_names import ANSWERS, COMMON, INSTEAD, SAME, UNSUPPORTED
+from grpo.other_names import ADVICE, ANSWERS, COMMON_WORDS, SYNONYMS, UNSUPPORTED
 from grpo.settings import (
     FIELDS,
     Settings,
@@ -114,7 +114,7 @@ def test_variables_of_other_trainers_are_errors_with_the_remedy(variable, value,
 
 
 def test_words_that_any_program_may_export_are_no_errors():
-    for variable in COMMON.split():
+    for variable in COMMON_WORDS.split():
         problems, warnings = unknown_variables({variable: "3"})
         assert not problems and only(warnings).startswith(f"{variable} is set but is not a setting: ")
         assert unknown_variables({variable: "3", "IGNORE_VARS": variable}) == ([], [])
@@ -179,10 +179,10 @@ def test_flags_of_other_trainers_are_answered_with_the_setting(typed, answer):
 
 
 def test_every_answer_to_a_flag_names_settings_and_values_that_are_accepted():
-    names = [name for table in (SAME, INSTEAD, UNSUPPORTED) for group in table.values() for name in group.split()]
+    names = [name for table in (SYNONYMS, ADVICE, UNSUPPORTED) for group in table.values() for name in group.split()]
     assert len(names) == len(set(names)) == len(ANSWERS) and not set(names) & set(FIELDS)
-    assert set(SAME) <= set(FIELDS) and set(COMMON.split()) <= set(names)
-    for line in (*INSTEAD, *UNSUPPORTED):
+    assert set(SYNONYMS) <= set(FIELDS) and set(COMMON_WORDS.split()) <= set(names)
+    for line in (*ADVICE, *UNSUPPORTED):
         for setting, value in re.findall(r"\b([A-Z_]{4,})(?:=([\w.]+))?", line):
             assert setting in FIELDS and not (value and load_settings({setting: value})[2]), line
     done = run_script("TOTAL_STEPS=5", "--check", "--quantization", "4bit")

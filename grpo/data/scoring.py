@@ -19,7 +19,7 @@ from typing import Any
 
 import rewards
 from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, reward_columns
-from grpo.settings import Settings, format_exception, nearest, one_line, read_number, split_commas
+from grpo.settings import Settings, format_exception, nearest_hint, one_line, read_number, split_commas
 from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
 
 Reward = Callable[..., list[float | None]]
@@ -60,7 +60,7 @@ def load_reward(name: str) -> Callable[..., Any]:
         if name in rewards.REWARD_FUNCTIONS:
             return rewards.REWARD_FUNCTIONS[name]
         known = rewards.REWARD_FUNCTIONS
-        raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest(name, known)})")
+        raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest_hint(name, known)})")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and checks the adapter that a command line names: its run's settings, its files and its base model's."""
+"""Reads and checks the adapter that a command line names: its files, its base model's, and the settings of its run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWAR
 
 
 def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment, updated from settings.json in the adapter's folder or in the run that a checkpoint lies in:
-    RECORDED settings replace it, REPLACEABLE ones fill in those that are not set. Without settings.json, MODEL_ID is
-    filled in from adapter_config.json. REWARDS=auto becomes the functions that the run chose."""
+    """The environment, updated from settings.json in the adapter's folder or, for best/ and checkpoints, in its parent:
+    RECORDED settings replace those of the environment, REPLACEABLE ones fill in what it lacks. Without settings.json,
+    MODEL_ID is filled in from adapter_config.json. REWARDS=auto becomes the functions that the run chose."""
     for path in (adapter, adapter.resolve().parent) if adapter else ():
         try:
             record = read_json(path / SETTINGS)
@@ -65,7 +65,7 @@ def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Sett
 
 def check_model(settings: Settings, adapter: Path | None, machine: Machine, problems: Problems) -> ModelFiles | None:
     """The files of MODEL_ID; None after a problem."""
-    # If the adapter is missing, so is the name of its base model: the default need not be the right one.
+    # Without the adapter's files its base model is unknown, and MODEL_ID's default may be another model.
     if adapter and missing_files(adapter):
         return None
     files = find_model(settings.MODEL_ID, problems)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks an adapter, and prints the commands that serve it with vLLM; for scripts/ask.py."""
+"""Asks an adapter to answer prompts, and prints the commands that serve it with vLLM; for scripts/ask.py."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from grpo.evaluate.models import start_model
 from grpo.plan.hub import ModelFiles, read_json
 from grpo.plan.machine import Machine, read_machine
 from grpo.plan.memory import vllm_rank
-from grpo.preflight.adapter import CONFIG, on_experts
+from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.rollout.engine import vllm_modules
 from grpo.settings import InputError, Problems, Settings
 
 EXAMPLE = "Which one? Answer [0] or [1]."
-ANSWER = ("action", "completion")  # columns of an answer, which follow the columns of its row
+ANSWER_COLUMNS = ("action", "completion")  # columns of an answer, which follow the columns of its row
 URL = "http://localhost:8000/v1/completions"
 
 
 def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -> list[Row]:
-    """The rows of --csv, or a single row with the prompt, which is rendered or a user's message below --system.
-    `system` is the run's system message, the default."""
+    """The rows of --csv, or a single row with the prompt: a rendered one, or a user's message. `system` is the run's
+    system message, which --system replaces."""
     if options.csv:
         return read_csv(options.csv, problems, options.system or system, rewards=False)
     prompt = EXAMPLE if options.prompt is None else options.prompt
@@ -69,7 +69,7 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
             text = text.removesuffix(padding)
         actions = sum(REWARD_COLUMN.fullmatch(name) is not None for name in row.columns)
         action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
-        answers.append(row.columns | dict(zip(ANSWER, (action, text), strict=True)))
+        answers.append(row.columns | dict(zip(ANSWER_COLUMNS, (action, text), strict=True)))
     return answers
 
 
@@ -103,7 +103,7 @@ def serve_commands(options: argparse.Namespace) -> str:
     serve = [
         f"vllm serve {shlex.quote(path)}",
         f"--enable-lora --lora-modules {shlex.quote(f'{name}={adapter}')}",
-        f"--max-lora-rank {rank} --lora-target-modules {' '.join(vllm_modules(on_experts(adapter)))}",
+        f"--max-lora-rank {rank} --lora-target-modules {' '.join(vllm_modules(is_on_experts(adapter)))}",
         f"--max-model-len {s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN}",
     ]
     curl = [

@@ -16,10 +16,10 @@ from grpo.evaluate.adapter import check_model, load_run_settings
 from grpo.evaluate.heldout import HeldoutEvaluation, new_results
 from grpo.evaluate.models import start_model
 from grpo.evaluate.simulation import ModelResponder
-from grpo.evaluate.tables import table
+from grpo.evaluate.tables import evaluation_table
 from grpo.plan.hub import count_parameters
 from grpo.plan.machine import Machine, installed_versions, read_machine
-from grpo.preflight.choices import choose_evaluation, choose_loop_evaluation, choose_rewards, choose_rollouts
+from grpo.preflight.choices import choose_exact, choose_exact_loop, choose_rewards, choose_use_vllm
 from grpo.run.durable import check_writable, write_named
 from grpo.settings import InputError, Problems, Settings
 from grpo.tasks.simulator import load_simulator
@@ -41,7 +41,7 @@ def read_settings(options: argparse.Namespace) -> tuple[Settings, Problems]:
 def output_path(options: argparse.Namespace, name: str, problems: Problems) -> Path:
     """The file of --out, or evaluation-`name`.json in the adapter's folder. Adds a problem if it is not writable."""
     path: Path = options.out or (options.run or Path()) / f"evaluation-{name}.json"
-    if options.out or not problems:  # a missing adapter was already reported, so its folder need not be
+    if options.out or not problems:  # a missing adapter was already reported: its folder is not reported again
         check_writable(path, problems)
     return path
 
@@ -49,7 +49,7 @@ def output_path(options: argparse.Namespace, name: str, problems: Problems) -> P
 def choose_engine(s: Settings, machine: Machine) -> tuple[bool, str]:
     """Whether vLLM generates, and the reason as text for the log."""
     vllm = installed_versions(["vllm"])["vllm"]
-    use_vllm, why = choose_rollouts(s.USE_VLLM, machine.gpus, s.MODEL_ID == "tiny", vllm, s.DIRECT_ANSWERS)
+    use_vllm, why = choose_use_vllm(s.USE_VLLM, machine.gpus, s.MODEL_ID == "tiny", vllm, s.DIRECT_ANSWERS)
     return use_vllm, f"{'vLLM' if use_vllm else 'transformers'}: {why}"
 
 
@@ -71,8 +71,8 @@ def simulate(options: argparse.Namespace) -> tuple[str, Path]:
         raise InputError(*dict.fromkeys(problems))
     use_vllm, engine = choose_engine(s, machine)
     parameters = count_parameters(files.config)["total"]
-    exact, how = choose_evaluation(s, use_vllm, parameters, plan.why_sampled)
-    exact, how = choose_loop_evaluation(s, exact, how, parameters)
+    exact, how = choose_exact(s, use_vllm, parameters, plan.why_sampled)
+    exact, how = choose_exact_loop(s, exact, how, parameters)
     record = simulator.new_record(plan, s, s.EVAL_SAMPLES, exact)
     print(f"{s.MODEL_ID}, {plan.reason}, {'exact' if exact else 'sampled'}: {how}; {engine}", flush=True)
     model = start_model(s, files, options.run, machine, use_vllm, plan.opening_prompts() * s.EVAL_SAMPLES)
@@ -105,7 +105,7 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     use_vllm, engine = choose_engine(s, machine)
     opened = any(not row.prompt.endswith("<|start|>assistant") for row in rows)
     actions, parameters = all(row.rewards for row in rows), count_parameters(files.config)["total"]
-    exact, how = choose_evaluation(s, use_vllm, parameters, "", opened, actions)
+    exact, how = choose_exact(s, use_vllm, parameters, "", opened, actions)
     results = new_results(s, rows, exact) | {
         "model": s.MODEL_ID,
         "adapter": options.run.resolve().name if options.run else None,
@@ -122,4 +122,4 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     evaluation = HeldoutEvaluation(model, rows, exact, names, functions, weights, initial_trainer_state(s.TOTAL_STEPS))
     evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in requested_models(options)])
     write_named(path, json.dumps(results, indent=1) + "\n")
-    return table(results), path
+    return evaluation_table(results), path

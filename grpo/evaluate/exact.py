@@ -16,7 +16,7 @@ from grpo.model.attention import using_attention
 from grpo.model.load import evaluating
 from grpo.phases import with_progress
 
-ANSWER = ANSWER_BEFORE + "{}" + ANSWER_AFTER
+ANSWER_TEXT = ANSWER_BEFORE + "{}" + ANSWER_AFTER
 BATCH_TOKENS = 4096  # tokens that go through the model at once
 
 
@@ -24,12 +24,13 @@ BATCH_TOKENS = 4096  # tokens that go through the model at once
 def answer_probabilities(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], temperature: float, actions: int
 ) -> np.ndarray:
-    """(N, K): the probability of ANSWER for each of K `actions` after each of N prompts, at a sampling `temperature`;
-    at 0 the greedy answer has probability 1. A row may sum to less than 1, as there are other answers. `model` is a
-    gpt-oss with or without an adapter; on a CPU it computes in float32. Equal prompts are computed once."""
+    """(N, K): the probability of ANSWER_TEXT for each of K `actions` after each of N prompts, at a sampling
+    `temperature`; at 0 the greedy answer has probability 1. A row may sum to less than 1, as there are other answers.
+    `model` is a gpt-oss with or without an adapter; on a CPU it computes in float32. Equal prompts are computed
+    once."""
     position = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts))}
     rows = tokenizer(text=list(position))["input_ids"]
-    answers = tokenizer(text=[ANSWER.format(k) for k in range(actions)], add_special_tokens=False)["input_ids"]
+    answers = tokenizer(text=[ANSWER_TEXT.format(k) for k in range(actions)], add_special_tokens=False)["input_ids"]
     if model.device.type == "cpu" and model.dtype != torch.float32:  # where BF16 is slow
         model = copy.deepcopy(model).float()
     probabilities, order = np.zeros((len(rows), actions)), sorted(range(len(rows)), key=lambda n: len(rows[n]))

@@ -17,8 +17,8 @@ from grpo.evaluate.publish import copy_small, model_readme
 from grpo.model.checkpoint import expected_tensors, new_directory, write_json, write_tensors
 from grpo.model.experts import dequantize_mxfp4
 from grpo.plan.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
-from grpo.plan.targets import checkpoint_name
-from grpo.preflight.adapter import WHICH, read_adapter, tensor_shapes
+from grpo.plan.targets import checkpoint_weight
+from grpo.preflight.adapter import NAME_AN_ADAPTER, read_adapter, tensor_shapes
 from grpo.rollout.weight_sync import update_products, update_share
 from grpo.run.durable import sync_files, write_text
 from grpo.run.layout import ADAPTER
@@ -43,8 +43,8 @@ class Merged:
                 raise InputError(f"{adapter / ADAPTER}: {name} holds NaN or infinity. Export another checkpoint")
             if name.endswith(".lora_A.weight"):
                 b = weights[name.replace(".lora_A.", ".lora_B.")]
-                self.factors[checkpoint_name(name)] = (a.float(), b.float() * scale)
-        self.sums: list[torch.Tensor] = []  # for `share`
+                self.factors[checkpoint_weight(name)] = (a.float(), b.float() * scale)
+        self.sums: list[torch.Tensor] = []  # of the merged matrices, for `share`
         self.elements = 0
 
     def stored(self, name: str) -> torch.Tensor:
@@ -67,13 +67,13 @@ class Merged:
         return weight
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The merged tensor in the base's own format."""
+        """The tensor in the base's own format, merged if the adapter changes it."""
         weight = self.stored(name)  # a memory map of the base's file, which must not change
         return self.add(name, weight.clone()) if name in self.factors else weight
 
     def dequantized(self, name: str) -> torch.Tensor:
-        """The merged tensor in BF16: MXFP4 experts (E, in, out) are dequantized exactly before they are merged. They
-        are dequantized one by one, because all at once would take four times their size on a CPU."""
+        """The merged tensor in BF16. MXFP4 experts (E, in, out) are dequantized exactly before they are merged, one by
+        one, because all at once would take four times their size on a CPU."""
         if f"{name}_blocks" not in self.shard_of:
             return self.tensor(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU takes a minute for a layer of gpt-oss-20b
@@ -132,7 +132,7 @@ def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
             lora = read_adapter(options.adapter, files.config)
             scale = lora["LORA_ALPHA"] / lora["LORA_R"]
     except (OSError, ValueError) as error:
-        problems.add(where, str(error), WHICH)
+        problems.add(where, str(error), NAME_AN_ADAPTER)
     if problems:
         raise InputError(*problems)
     return scale

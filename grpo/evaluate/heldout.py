@@ -15,12 +15,12 @@ from grpo.data.heldout import date_of
 from grpo.data.reward_checks import ANSWER_TURN, GARBAGE, completion_text
 from grpo.data.scoring import Completion, Reward, completion_rates, read_completions, score, total
 from grpo.evaluate.models import EvaluatedModel, TrainedModel
-from grpo.evaluate.tables import table
+from grpo.evaluate.tables import evaluation_table
 from grpo.learn.trainer import Trainer
 from grpo.phases import Phase
 from grpo.run.durable import is_intact, read_sealed, write_sealed
 from grpo.settings import Settings, log
-from grpo.tasks.figure_text import spread
+from grpo.tasks.figure_text import with_interval
 
 Results = dict[str, Any]  # evaluation.json
 
@@ -32,13 +32,13 @@ class HeldoutEvaluation:
     model: EvaluatedModel
     rows: Sequence[Row]
     exact: bool  # whether the probabilities of all answers are used instead of samples
-    names: Sequence[str]  # of the reward functions, as in the logs
+    names: Sequence[str]  # of `functions`, as in the logs
     functions: Sequence[Reward]
     weights: Sequence[float]
     state: object  # passed to the functions as TRL's `trainer_state`
 
     @property
-    def days(self) -> list[tuple[str, str]]:
+    def clusters(self) -> list[tuple[str, str]]:
         """The cluster of each row for confidence intervals: its day, because hours of a day resemble each other, or the
         row itself if it has no date."""
         return [(row.file, date_of(row) or f"row {row.number}") for row in self.rows]
@@ -53,13 +53,13 @@ class HeldoutEvaluation:
         if {"before", "after"} <= results.keys():
             before, after = (results[name]["reward_by_prompt"] for name in ("before", "after"))
             if any(None not in pair for pair in zip(before, after, strict=True)):
-                results["difference"] = rewards.paired_difference(before, after, self.days)
+                results["difference"] = rewards.paired_difference(before, after, self.clusters)
 
     def measure(self, base: bool = False, greedy: bool = False) -> dict[str, Any]:
         """The figures of a model's answers: EVAL_SAMPLES completions a row (one if `greedy`), or all answers if exact.
 
-        If every row has rewards for its actions, they are `rewards.score_probabilities` of these: an unparseable answer
-        earns INVALID_REWARD, or the row's lowest reward if that is auto or nan. Otherwise they are
+        If every row has rewards for its actions, the figures are `rewards.score_probabilities` of these: an answer
+        without an action earns INVALID_REWARD, or the row's lowest reward if that is auto or nan. Otherwise they are
         `rewards.score_values` of the weighted sum of REWARDS. `functions` has the figures of each reward function."""
         s, row_rewards = self.model.settings, [row.rewards for row in self.rows]
         invalid = math.nan if s.INVALID_REWARD is None else s.INVALID_REWARD
@@ -68,23 +68,24 @@ class HeldoutEvaluation:
             prompts = [row.prompt for row in self.rows]
             shares = self.model.probabilities(prompts, max(map(len, row_rewards)), greedy, base).tolist()
             shares = [row_shares[: len(row)] for row_shares, row in zip(shares, row_rewards, strict=True)]
-            figures = rewards.score_probabilities(row_rewards, shares, [samples] * len(row_rewards), invalid, self.days)
+            answers = [samples] * len(row_rewards)
+            figures = rewards.score_probabilities(row_rewards, shares, answers, invalid, self.clusters)
             return figures | {"functions": self.function_figures(self.expected_scores(shares))}
         sampled = [row for row in self.rows for _ in range(samples)]
         ids = self.model.complete([row.prompt for row in sampled], samples, greedy=greedy, base=base)
-        completions, scores = self.scored(sampled, ids)
+        completions, scores = self.score_completions(sampled, ids)
         rates = completion_rates(completions)
         by_row = [slice(first, first + samples) for first in range(0, len(completions), samples)]
         figures = {name: rates[name] for name in ("clipped_ratio", "tokens_mean", "tokens_max")}
         figures |= {"functions": self.function_figures([scores[row] for row in by_row])}
         if all(row_rewards):
-            answers = [[completion.action for completion in completions[row]] for row in by_row]
-            return rewards.score_answers(row_rewards, answers, invalid, self.days) | figures
+            actions = [[completion.action for completion in completions[row]] for row in by_row]
+            return rewards.score_answers(row_rewards, actions, invalid, self.clusters) | figures
         weighted = [total([w * v for w, v in zip(self.weights, values, strict=True)]) for values in scores]
-        whole = rewards.score_values([weighted[row] for row in by_row], self.days)
-        return whole | {"parse_rate": rates["parse_rate"]} | figures
+        figures_of_sum = rewards.score_values([weighted[row] for row in by_row], self.clusters)
+        return figures_of_sum | {"parse_rate": rates["parse_rate"]} | figures
 
-    def scored(
+    def score_completions(
         self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]
     ) -> tuple[list[Completion], list[list[float]]]:
         """The decoded completions of `rows`, and their rewards by completion and function (N, F)."""
@@ -96,20 +97,20 @@ class HeldoutEvaluation:
         """`rewards.score_values`, without its list, of each function; `scores` by row, completion and function."""
         figures = {}
         for i, name in enumerate(self.names):
-            values = rewards.score_values([[values[i] for values in row] for row in scores], self.days)
+            values = rewards.score_values([[values[i] for values in row] for row in scores], self.clusters)
             figures[name] = {key: values[key] for key in ("reward", "reward_low", "reward_high")}
         return figures
 
     def expected_scores(self, shares: Sequence[Sequence[float]]) -> list[list[list[float]]]:
-        """What each function gives the answers `[k]` by their `shares` (N, K), as (N, 1, F); the rest of 1 is an answer
-        without an action."""
-        questions = [
+        """The expected reward of each function, (N, 1, F), if the answers `[k]` have the probabilities `shares` (N, K)
+        and the remainder to 1 is an answer without an action."""
+        answers = [
             (row, completion_text(row.prompt, text))
             for row in self.rows
             for text in (GARBAGE[0], *(ANSWER_TURN.format(f"[{k}]") for k in range(len(row.rewards))))
         ]
-        ids = self.model.tokenizer(text=[text for _, text in questions])["input_ids"]
-        scores: Iterator[list[float]] = iter(self.scored([row for row, _ in questions], ids)[1])
+        ids = self.model.tokenizer(text=[text for _, text in answers])["input_ids"]
+        scores: Iterator[list[float]] = iter(self.score_completions([row for row, _ in answers], ids)[1])
         expected = []
         for row_shares in shares:
             every_share = [1 - math.fsum(row_shares), *row_shares]
@@ -134,8 +135,8 @@ def trainer_evaluation(trainer: Trainer, rows: Sequence[Row], exact: bool) -> He
 
 def new_results(s: Settings, rows: Sequence[Row], exact: bool) -> Results:
     """evaluation.json before any model was measured: the conditions, and the rewards of reference policies."""
-    worth = [row.rewards for row in rows]
-    results: Results = dict(rewards.baselines(worth)) if all(worth) else {}
+    row_rewards = [row.rewards for row in rows]
+    results: Results = dict(rewards.baselines(row_rewards)) if all(row_rewards) else {}
     results |= {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": exact}
     return results | {"by_day": any(map(date_of, rows)), "data_sha256": data_fingerprint(rows)}
 
@@ -146,13 +147,13 @@ def measure_rewards(evaluation: HeldoutEvaluation, folder: Path, base: bool) -> 
     path = folder / "evaluation.json"
     results = new_results(evaluation.model.settings, evaluation.rows, evaluation.exact)
     earlier = read_sealed(path) if is_intact(path) else {}
-    same = all(earlier.get(name) == results[name] for name in ("samples", "temperature", "exact", "data_sha256"))
-    if same and {"before", "before_greedy"} <= earlier.keys():
+    is_same = all(earlier.get(name) == results[name] for name in ("samples", "temperature", "exact", "data_sha256"))
+    if is_same and {"before", "before_greedy"} <= earlier.keys():
         results |= {name: earlier[name] for name in ("before", "before_greedy")}
     with Phase(f"held-out reward {'before' if base else 'after'} training") as phase:
         evaluation.add_models(results, ("before",) if base else ("before", "after"))
-        phase.result = spread(results["before" if base else "after"], "reward").partition(" ")[0]
+        phase.result = with_interval(results["before" if base else "after"], "reward").partition(" ")[0]
     write_sealed(path, results)
     if not base:
-        log.info("\n%s\n", table(results))
+        log.info("\n%s\n", evaluation_table(results))
     return results

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose answers are evaluated: a run's own, or one without a trainer in transformers or vLLM."""
+"""Models whose answers are evaluated: a run's own, or one in transformers or vLLM without a trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from grpo.model.load import in_compute_dtype, load_generation_config, load_model
 from grpo.plan.hub import ModelFiles, fetch_weights
 from grpo.plan.machine import Machine
 from grpo.plan.memory import plan_engine
-from grpo.preflight.adapter import CONFIG, on_experts
+from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
 from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, close_answers
@@ -70,14 +70,14 @@ class EvaluatedModel(ABC):
 
     def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
         """(N, K): the probability of answering each of K actions to each of N prompts, at EVAL_TEMPERATURE or greedily.
-        vLLM does not compute it."""
+        Only for models that torch holds, as vLLM does not compute it."""
         temperature = self.temperature(greedy)
         with self.adapter_disabled(base):
             if not self.settings.DIRECT_ANSWERS:
                 return answer_probabilities(self.network, self.tokenizer, prompts, temperature, actions)
             prompt_ids, tokens = self.tokenizer(text=list(prompts))["input_ids"], action_tokens(self.tokenizer, actions)
-            _, chances = self.choose_answers(prompt_ids, temperature=temperature, actions=tokens)
-            return chances.double().cpu().numpy()
+            _, probabilities = self.choose_answers(prompt_ids, temperature=temperature, actions=tokens)
+            return probabilities.double().cpu().numpy()
 
 
 class TrainedModel(EvaluatedModel):
@@ -165,7 +165,7 @@ class VllmModel(EvaluatedModel):
             settings,
             ROLLOUT_SYNC="lora",
             LORA_R=json.loads((adapter / CONFIG).read_text(encoding="utf-8"))["r"] if adapter else settings.LORA_R,
-            LORA_TARGETS="experts" if adapter and on_experts(adapter) else "all-linear",
+            LORA_TARGETS="experts" if adapter and is_on_experts(adapter) else "all-linear",
             PROMPTS_PER_STEP=min(len(prompts), MOST_AT_ONCE),
             STEPS_PER_GENERATION=1,
             NUM_GENERATIONS=1,

@@ -9,7 +9,7 @@ import jinja2
 import matplotlib.style
 
 from grpo.evaluate import report
-from grpo.evaluate.figures import STYLE, pictures
+from grpo.evaluate.pictures import STYLE, pictures
 from grpo.evaluate.run_data import Run, read_examples, read_run
 from grpo.evaluate.tables import HEADER, heldout_rows
 from grpo.run.durable import write_text
@@ -25,13 +25,13 @@ def page_text(run: Run) -> str:
     """The page of a run."""
     # The page does not depend on styles that the caller or the user has set.
     with matplotlib.style.context(["default", "tableau-colorblind10", STYLE]):
-        figures = pictures(run)
+        drawn = pictures(run)
     section = report.simulator_section(run)
     return TEMPLATES.get_template("page.html").render(
         name=run.folder.resolve().name,
         verdicts=[report.reward_verdict(run), section.verdict, report.adapter_advice(run)],
         facts=report.facts(run),
-        pictures=figures,
+        pictures=drawn,
         heldout=(HEADER, heldout_rows(run.evaluation)),
         section=section,
         examples=read_examples(run.folder / "completions.csv", run.record),

@@ -92,5 +92,5 @@ class Progress:
             card = model_card(s, trainer.state.global_step, trainer.reward_summary, words, tokenizer="..")
             write_text(folder / "README.md", card)
 
-        how = measured | {"windows": episodes, "rows": rows}
-        return best.keep_best(trainer.run.folder, resolved.best_by, self.base, how, values, save)
+        conditions = measured | {"windows": episodes, "rows": rows}
+        return best.keep_best(trainer.run.folder, resolved.best_by, self.base, conditions, values, save)

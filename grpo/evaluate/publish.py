@@ -14,13 +14,13 @@ from grpo.evaluate.report import facts, reward_verdict, simulator_section
 from grpo.evaluate.run_data import Run, read_json, read_run
 from grpo.evaluate.tables import HEADER, heldout_rows
 from grpo.plan.hub import MODEL_FILES, WEIGHTS_INDEX
-from grpo.preflight.adapter import CONFIG, on_experts
-from grpo.run.archive import base_name, loading_code
+from grpo.preflight.adapter import CONFIG, is_on_experts
+from grpo.run.archive import base_model_name, loading_code
 from grpo.run.durable import write_text
 from grpo.run.hub import MERGED_CODE, chosen_settings, table
 from grpo.run.layout import ADAPTER, SETTINGS
 from grpo.settings import InputError, Settings
-from grpo.tasks.figure_text import part
+from grpo.tasks.figure_text import object_at
 
 FORMS = {
     "": "a LoRA adapter for {base}",
@@ -36,7 +36,7 @@ def run_of(adapter: Path) -> Path | None:
 
 
 def results(run: Run, adapter: Path) -> str:
-    """The run's figures for this adapter: all of them for the last step, the figure in best.json for best/."""
+    """The run's figures for this adapter: those of the report for the last step's, that of best.json for best/."""
     if not run.folder.samefile(adapter):
         words = read_json(adapter / "best.json").get("in_words")
         return f"{words[0].upper()}{words[1:]}." if words else f"`{adapter.name}` was not measured by itself."
@@ -51,7 +51,7 @@ def about_training(adapter: Path) -> str:
     if folder is None:
         return "How it was trained is not recorded.\n"
     record = read_json(folder / SETTINGS)
-    settings = chosen_settings(part(record, "sources"), part(record, "settings"))
+    settings = chosen_settings(object_at(record, "sources"), object_at(record, "settings"))
     try:
         run = read_run(folder)
     except (InputError, OSError):  # scripts/sft.py writes no metrics
@@ -71,12 +71,12 @@ def about_training(adapter: Path) -> str:
 def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None = None) -> str:
     """The model card (README.md) of the adapter of a run with settings `s`, or of the model that it was merged into:
     `form` is a key of FORMS, `share` the part of the adapter's update that survived rounding."""
-    base, local = base_name(s)
+    base, local = base_model_name(s)
     run = run_of(adapter) or adapter
     is_grpo = (run / "metrics.csv").is_file()  # scripts/sft.py writes none
     tags = f"grpo, {form or 'lora'}" if is_grpo else form or "lora"
     base_tags = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
-    code = MERGED_CODE if form else loading_code(base, on_experts(adapter))
+    code = MERGED_CODE if form else loading_code(base, is_on_experts(adapter))
     survived = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
     description = FORMS[form].format(base=base)
     return f"""---
@@ -108,7 +108,7 @@ def staged_adapter(s: Settings, adapter: Path, base: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copyfile(adapter / ADAPTER, folder / ADAPTER)
-        config = read_json(adapter / CONFIG) | {"base_model_name_or_path": base_name(s)[0]}
+        config = read_json(adapter / CONFIG) | {"base_model_name_or_path": base_model_name(s)[0]}
         write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
         copy_small(base, folder)
         write_text(folder / "README.md", model_readme(s, adapter))

@@ -6,23 +6,23 @@ from __future__ import annotations
 from collections import defaultdict
 
 from grpo.evaluate.run_data import Run, duration
-from grpo.run.hub import short
+from grpo.run.hub import without_folders
 from grpo.run.layout import ADAPTER, BEST
 from grpo.settings import show
-from grpo.tasks.figure_text import number, part, spread, verdict_of
+from grpo.tasks.figure_text import finite_number, object_at, verdict_of, with_interval
 from grpo.tasks.simulator import ReportSection
 
 
 def reward_verdict(run: Run) -> str:
     """Whether training improved the held-out reward, in plain words."""
-    before, after = part(run.evaluation, "before"), part(run.evaluation, "after")
+    before, after = object_at(run.evaluation, "before"), object_at(run.evaluation, "after")
     if not before or not after:
         return "Held-out prompts were not evaluated before and after training: the run goes on, or evaluates none."
-    old, new = number(before.get("reward")), number(after.get("reward"))
-    change = {"reward": new - old} | part(run.evaluation, "difference")
-    verdict = verdict_of(number(change.get("reward_low")), number(change.get("reward_high")))
-    moved = spread(change, "reward", "+.3f", "95% interval ")
-    return f"Held-out reward changed by {moved}, from {old:.3f} to {new:.3f}: {verdict}."
+    old, new = finite_number(before.get("reward")), finite_number(after.get("reward"))
+    change = {"reward": new - old} | object_at(run.evaluation, "difference")
+    verdict = verdict_of(finite_number(change.get("reward_low")), finite_number(change.get("reward_high")))
+    difference = with_interval(change, "reward", "+.3f", "95% interval ")
+    return f"Held-out reward changed by {difference}, from {old:.3f} to {new:.3f}: {verdict}."
 
 
 def simulator_section(run: Run) -> ReportSection:
@@ -35,13 +35,13 @@ def adapter_advice(run: Run) -> str:
     if reason := run.best.get("in_words"):
         return f"Load the adapter in {BEST}/: {reason}."
     if (run.folder / ADAPTER).is_file():
-        return "Load the adapter in the run's folder, that of the last step; none was kept as the best."
+        return "Load the last step's adapter, in the run's folder; none was kept as the best."
     return "The run has no adapter yet, except in its checkpoints."
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
     """(label, text) of the run's model, data, settings, machine and time."""
-    settings, machine, seconds = run.settings, part(run.record, "machine"), run.metrics["step_s"].dropna()
+    settings, machine, seconds = run.settings, object_at(run.record, "machine"), run.metrics["step_s"].dropna()
     rewards, _ = run.choices.get("rewards", ("?", ""))
     known = defaultdict(lambda: "?", settings)
     known |= {
@@ -49,7 +49,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "EVAL_DATA": settings.get("EVAL_DATA") or "rows held out of DATA, if any",
     }
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
-    rows = [(label, short(str(known[name]))) for label, name in names.items()]
+    rows = [(label, without_folders(str(known[name]))) for label, name in names.items()]
     rows.append(("Machine", str(machine.get("gpu") or f"no GPU, {machine.get('cores', '?')} cores")))
     time = f"{duration(seconds.sum())}, median {duration(seconds.median())} a step"
     rows.append(("Steps", f"{run.steps} of {known['TOTAL_STEPS']}; {time}"))
@@ -58,8 +58,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 def settings_rows(run: Run) -> list[list[str]]:
     """The settings that are not at their defaults, and where each was set."""
-    sources = [(name, source) for name, source in part(run.record, "sources").items() if source != "default"]
-    return [[name, short(show(run.settings.get(name))), str(source)] for name, source in sources]
+    sources = [(name, source) for name, source in object_at(run.record, "sources").items() if source != "default"]
+    return [[name, without_folders(show(run.settings.get(name))), str(source)] for name, source in sources]
 
 
 def choices_rows(run: Run) -> list[list[str]]:

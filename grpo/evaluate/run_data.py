@@ -21,19 +21,19 @@ from grpo.data.heldout import hold_out
 from grpo.run import durable
 from grpo.run.logs import COMPLETIONS, EVALUATED, METRICS, PROMPT, function_column
 from grpo.settings import InputError, Problems, split_commas
-from grpo.tasks.figure_text import number, part
+from grpo.tasks.figure_text import finite_number, object_at
 from grpo.tasks.simulator import Simulator, load_simulator
 
 FUNCTION = function_column("")  # prefix of the columns of reward functions
 ROWS = 400  # rows of completions.csv in memory at once: completions are long
 EXAMPLES = 2  # completions that the report shows of each kind
-HEAD, TAIL = 3000, 1500  # characters that the report shows of a long completion's begin and end
+HEAD, TAIL = 3000, 1500  # characters that the report shows of the start and the end of a long text
 # A missing or damaged file counts as empty here, because a run that is watched may be writing it.
 read_json = functools.partial(durable.read_json, empty=(OSError, ValueError))
 
 
-def finite(values: pandas.Series) -> pandas.Series:
-    """Text as numbers; NaN for text that is no finite number."""
+def finite_numbers(values: pandas.Series) -> pandas.Series:
+    """Text as numbers, with NaN for text that is no finite number."""
     numbers = pandas.to_numeric(values, errors="coerce").astype(float)
     return numbers.where(numbers.abs() < math.inf)
 
@@ -42,7 +42,7 @@ def read_metrics(path: Path) -> pandas.DataFrame:
     """The table of metrics.csv: `step` holds whole numbers, `time` text, every other column finite numbers or NaN.
     Raises InputError if the file is not the log of a run."""
     try:
-        durable.require_regular(path)
+        durable.regular_file_size(path)
     except ValueError as error:
         raise InputError(f"{path.parent}: {error}") from None
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -55,7 +55,7 @@ def read_metrics(path: Path) -> pandas.DataFrame:
         raise InputError(f"{path} has no column `step`: it is not a log of train_grpo.py")
     functions = [name for name in rows if name.startswith(FUNCTION)]
     rows = rows.reindex(columns=[*METRICS, *functions])
-    rows = rows.assign(**{name: finite(rows[name]) for name in rows if name != "time"})
+    rows = rows.assign(**{name: finite_numbers(rows[name]) for name in rows if name != "time"})
     return rows.dropna(subset="step").astype({"step": int}).reset_index(drop=True)
 
 
@@ -76,7 +76,7 @@ def excerpt(text: str) -> str:
 
 def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
     """Up to EXAMPLES rows of completions.csv of each kind, of different prompts; among equals the latest come first."""
-    rows = rows.assign(reward=finite(rows["reward"]), step=finite(rows["step"]))
+    rows = rows.assign(reward=finite_numbers(rows["reward"]), step=finite_numbers(rows["step"]))
     rows = rows.sort_values("step", ascending=False, kind="stable")
     truncated = rows["truncated"] == "1"
     unparsed = (rows["parsed_action"] == "") & (rows["best_action"] != "")  # Rows without actions have no best one.
@@ -93,7 +93,7 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
 def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
     """The run's prompts by prompt_id, from the training data that settings.json names; empty if the data is missing or
     has changed since the run."""
-    settings = part(record, "settings")
+    settings = object_at(record, "settings")
     data, system, share = (settings.get(name, "") for name in ("DATA", "SYSTEM_PROMPT", "EVAL_SHARE"))
     if any(is_dataset(name) for name in split_commas(data)):
         return {}  # a report must not need the network
@@ -110,7 +110,7 @@ def read_examples(path: Path, record: Mapping[str, Any]) -> dict[str, pandas.Dat
     rows = pandas.DataFrame(columns=[*COMPLETIONS, PROMPT], dtype=str)
     options = {"dtype": str, "na_filter": False, "encoding_errors": "replace", "on_bad_lines": "skip"}
     try:
-        durable.require_regular(path)
+        durable.regular_file_size(path)
         for chunk in pandas.read_csv(path, chunksize=ROWS, **options):
             chunk = chunk.reindex(columns=rows.columns, fill_value="").fillna("")
             kinds = examples_of(pandas.concat([rows, chunk], ignore_index=True)).values()
@@ -135,12 +135,12 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return part(self.record, "settings")
+        return object_at(self.record, "settings")
 
     @property
     def choices(self) -> dict[str, tuple[Any, str]]:
         """The automatic choices that have a reason: value and reason by name."""
-        choices = part(self.record, "choices").items()
+        choices = object_at(self.record, "choices").items()
         return {name: tuple(choice) for name, choice in choices if isinstance(choice, list) and len(choice) == 2}
 
     @property
@@ -152,15 +152,15 @@ class Run:
         """The simulator of the run's task; None if nothing was simulated."""
         return load_simulator(str(self.settings.get("TASK", "tes"))) if self.closed_loop else None
 
-    def evaluated(self) -> pandas.DataFrame:
+    def evaluated_steps(self) -> pandas.DataFrame:
         """The columns EVALUATED, indexed by the steps that were evaluated; step 0 is the base model."""
         rows = self.metrics.set_index("step")[list(EVALUATED)].dropna(how="all")
         for step, when, name in ((0, "before", "base"), (self.steps, "after", "trained")):
-            figures = {"heldout_reward": part(self.evaluation, when).get("reward")}
-            if self.simulator and part(self.closed_loop, "totals", name):
+            figures = {"heldout_reward": object_at(self.evaluation, when).get("reward")}
+            if self.simulator and object_at(self.closed_loop, "totals", name):
                 figures |= self.simulator.figures(self.closed_loop, name)
             if step not in rows.index:
-                rows.loc[step] = [number(figures.get(column)) for column in EVALUATED]
+                rows.loc[step] = [finite_number(figures.get(column)) for column in EVALUATED]
         return rows.dropna(how="all").sort_index()
 
 

@@ -26,7 +26,7 @@ class ModelResponder:
 
     def texts(self, prompts: Sequence[str], moment: int, greedy: bool) -> list[str]:
         """A completion of each prompt, sampled with a seed that depends on `moment`."""
-        # Step 0 is the seed of the held-out rows.
+        # Step 0 seeds the answers to held-out rows, so moment 0 is step 1.
         ids = self.model.complete(prompts, 1, moment + 1, greedy, self.base)
         return self.model.tokenizer.batch_decode(ids, skip_special_tokens=False)
 

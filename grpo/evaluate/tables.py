@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from grpo.tasks.figure_text import part, spread, table_lines
+from grpo.tasks.figure_text import object_at, table_lines, with_interval
 
 HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped"]
 # Names of the models for readers, by their keys in evaluation.json.
@@ -22,18 +22,19 @@ def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
     """The rows below HEADER: reference policies (random, best constant action, oracle) around both models."""
     rows = []
     if "oracle" in evaluation:  # the rows have a reward for every action
-        rows.append(["random action", spread(evaluation, "random")])
-        rows.append([f"always [{evaluation.get('constant_action')}]", spread(evaluation, "constant")])
+        rows.append(["random action", with_interval(evaluation, "random")])
+        rows.append([f"always [{evaluation.get('constant_action')}]", with_interval(evaluation, "constant")])
     for key, name in MODEL_NAMES.items():
-        if figures := part(evaluation, key):
-            cells = [spread(figures, column) for column in ("reward", "regret")]
-            shares = [spread(figures, column, ".2f") for column in ("parse_rate", "best_action_rate", "clipped_ratio")]
+        if figures := object_at(evaluation, key):
+            cells = [with_interval(figures, column) for column in ("reward", "regret")]
+            rates = ("parse_rate", "best_action_rate", "clipped_ratio")
+            shares = [with_interval(figures, column, ".2f") for column in rates]
             rows.append([name, *cells, *shares])
-    rows += [["oracle", spread(evaluation, "oracle")]] if "oracle" in evaluation else []
+    rows += [["oracle", with_interval(evaluation, "oracle")]] if "oracle" in evaluation else []
     return [row + [""] * (len(HEADER) - len(row)) for row in rows]
 
 
-def table(results: Mapping[str, Any]) -> str:
+def evaluation_table(results: Mapping[str, Any]) -> str:
     """evaluation.json as a table for the terminal."""
     samples = "one completion" if results["samples"] == 1 else f"{results['samples']} completions"
     how = "exact" if results["exact"] else f"{samples} a prompt"
@@ -41,12 +42,12 @@ def table(results: Mapping[str, Any]) -> str:
     # Only rewards keep their intervals, because a terminal is narrow.
     rows = [row[:2] + [cell.partition(" (")[0] for cell in row[2:]] for row in heldout_rows(results)]
     if "difference" in results:
-        rows.append(["trained - base model", spread(results["difference"], "reward", "+.3f")])
+        rows.append(["trained - base model", with_interval(results["difference"], "reward", "+.3f")])
     names = {key: name for key, name in MODEL_NAMES.items() if key in results}
     functions = dict.fromkeys(name for key in names for name in results[key].get("functions", {}))
     for function in functions if len(functions) > 1 or "oracle" in results else ():
         rows.append([f"{function}:"])
-        scores = {name: part(results[key], "functions", function) for key, name in names.items()}
-        rows += [[f"  {name}", spread(figures, "reward")] for name, figures in scores.items()]
+        scores = {name: object_at(results[key], "functions", function) for key, name in names.items()}
+        rows += [[f"  {name}", with_interval(figures, "reward")] for name, figures in scores.items()]
     heading = f"Mean reward at temperature {results['temperature']:g}, {how}, 95% interval over {over}"
     return "\n".join([heading, *table_lines([HEADER, *rows])])

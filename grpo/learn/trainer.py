@@ -37,7 +37,7 @@ from grpo.plan.memory import micro_batch_tokens
 from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, close_answers
 from grpo.run.archive import model_card
-from grpo.run.best import read_best, which_to_load
+from grpo.run.best import loading_advice, read_best
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
 from grpo.run.durable import write_text
 from grpo.run.logs import EVALUATED, RunLog
@@ -130,7 +130,7 @@ class Trainer(Learner):
         """Writes README.md of the adapter in `folder`; in OUTPUT_DIR it also says which adapter to load."""
         step, note = self.state.global_step, ""
         if Path(folder) == self.run.folder:
-            note = which_to_load(read_best(self.run.folder), step)
+            note = loading_advice(read_best(self.run.folder), step)
         write_text(Path(folder) / "README.md", model_card(self.run.settings, step, self.reward_summary, note))
 
     # `trial` is None because no run is part of a hyperparameter search.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real days: a folder of hourly profiles, split into days to train on and days held out, trained on and measured."""
+"""Trains on some of a folder's hourly profiles of real days, and measures on the others; for scripts/days.py."""
 
 from __future__ import annotations
 
@@ -10,27 +10,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo.measure.record import SCRIPT
+from grpo.measure.record import TRAIN_SCRIPT
 from grpo.run.child import run_child
 from grpo.settings import InputError
 from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
-from grpo.tasks.tes.profiles import Profile, windows
+from grpo.tasks.tes.profiles import Profile, cut_windows
 from grpo.tasks.tes.record import LEAST_WINDOWS
 
-FEWEST_WINDOWS = 20  # As in the demo's data. Varied windows make up for missing real ones.
+FEWEST_WINDOWS = 20  # training windows, as in the demo's data; varied copies stand in for missing real ones
 VARY = 2.0  # largest factor of a varied day's load
-
-
 Profiles = dict[Path, Profile]  # by their files
 
 
 def window_count(profiles: Profiles) -> int:
-    return sum(len(windows(profile)) for profile in profiles.values())
+    return sum(len(cut_windows(profile)) for profile in profiles.values())
 
 
 def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path) -> list[Path]:
-    """The files to hold out, chosen from those of `folder`, `ordered` by date, as `read_split` says. Raises
-    InputError."""
+    """The files to hold out, chosen from the files of `folder`, `ordered` by date, as `read_split` describes it.
+    Raises InputError."""
     if not heldout or (len(heldout) == 1 and heldout[0].isdigit()):
         count = int(heldout[0]) if heldout else max(1, len(ordered) // 3)
         chosen = list(ordered[max(0, len(ordered) - count) :])
@@ -47,33 +45,35 @@ def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path
 
 
 def read_split(folder: Path, pattern: str, heldout: Sequence[str]) -> tuple[Profiles, Profiles]:
-    """The profiles of a folder to train on, and those held out. `heldout` holds names of files, or how many of the last
-    ones by date; without it the last third is held out, at least one. Raises InputError with every problem."""
+    """The profiles of a folder to train on, and those held out. `heldout` holds names of files, or the number of
+    profiles to hold out, which are the last by date; if it is empty, the last third is held out, at least one. Raises
+    InputError with every problem."""
     paths = sorted(folder.glob(pattern))
     if not paths:
         raise InputError(f"{folder}: holds no profile ({pattern}); docs/plant.md says what one looks like")
     profiles = read_profiles(paths)
     ordered = sorted(paths, key=lambda path: profiles[path].dates)
-    held = choose_heldout(ordered, heldout, folder)
-    trained, problems = [path for path in ordered if path not in held], []
-    for path, other in itertools.product(trained, held):
+    heldout_paths = choose_heldout(ordered, heldout, folder)
+    trained, problems = [path for path in ordered if path not in heldout_paths], []
+    for path, other in itertools.product(trained, heldout_paths):
         if shared := sorted(set(profiles[path].dates) & set(profiles[other].dates)):
             dates = ", ".join(map(str, shared))
             pair = f"{path.name} (to train on) and {other.name} (held out)"
             problems.append(f"{pair} both have {dates}; take it out of one")
     if problems:
         raise InputError(*problems)
-    return {path: profiles[path] for path in trained}, {path: profiles[path] for path in held}
+    return {path: profiles[path] for path in trained}, {path: profiles[path] for path in heldout_paths}
 
 
 def write_data(train: Profiles, heldout: Profiles, out: Path, prompt: str) -> dict[str, str]:
     """Writes training rows and held-out rows below `out`, and returns the settings that name them and the held-out
     profiles. Raises OSError.
 
-    Two real windows alone taught a policy that left a fifth of a warmer month's load unserved (docs/tried.md)."""
-    walks = math.ceil(FEWEST_WINDOWS / window_count(train))
+    Varied copies fill up the training windows: two real windows alone taught a policy that left a fifth of a warmer
+    month's load unserved (docs/tried.md)."""
+    trajectories = math.ceil(FEWEST_WINDOWS / window_count(train))
     files = {
-        "DATA": profile_files(train, (prompt,), SEED, trajectories=walks, short_share=SHORT_SHARE, vary=VARY),
+        "DATA": profile_files(train, (prompt,), SEED, trajectories=trajectories, short_share=SHORT_SHARE, vary=VARY),
         "EVAL_DATA": profile_files(heldout, (prompt,), SEED),
     }
     settings = {"EVAL_PROFILE": ",".join(map(str, heldout))}
@@ -86,7 +86,7 @@ def write_data(train: Profiles, heldout: Profiles, out: Path, prompt: str) -> di
     return settings
 
 
-def days(options: argparse.Namespace) -> int:
+def train_on_days(options: argparse.Namespace) -> int:
     """Makes the data and runs train_grpo.py on it; returns its exit code. Raises InputError, OSError."""
     train, heldout = read_split(options.folder, options.files, options.heldout)
     settings = write_data(train, heldout, options.out / "data", "compact" if options.model == "tiny" else "full")
@@ -95,4 +95,4 @@ def days(options: argparse.Namespace) -> int:
     few = f" (fewer than {LEAST_WINDOWS}: no interval)" if count < LEAST_WINDOWS else ""
     names, held_names = (", ".join(path.stem for path in side) for side in (train, heldout))
     print(f"train on {names}; held out {held_names}: {count} window(s){few}", flush=True)
-    return run_child([sys.executable, str(SCRIPT)], settings)
+    return run_child([sys.executable, str(TRAIN_SCRIPT)], settings)

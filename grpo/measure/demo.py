@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from grpo.measure.demo_windows import REPORTED, RULE, profile_text
-from grpo.measure.record import SCRIPT, Figure, Json, figure, read_json, reward_figures, steps_of, write
+from grpo.measure.record import TRAIN_SCRIPT, Figure, Json, figure, read_json, reward_figures, steps_of, write
 from grpo.run.child import forwarding_signals, run_child
 from grpo.run.layout import BEST
 from grpo.settings import ROOT
@@ -24,7 +24,7 @@ from grpo.tasks.tes.simulator import unserved_text
 EVALUATE = ROOT / "scripts" / "evaluate.py"
 ADAPTERS = {"last": "", "best": BEST}  # adapter -> its folder in OUTPUT_DIR
 KINDS = {"": "at the evaluation's temperature", GREEDY: "the likeliest answer"}
-OF_SEED = ("_before", "_after", "_gain", "_greedy")  # ends of the names of reward figures that differ between seeds
+SEED_ENDINGS = ("_before", "_after", "_gain", "_greedy")  # of names of reward figures that differ between seeds
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def run_seed(options: argparse.Namespace, profiles: Mapping[str, Path], seed: in
             if code := run_child(command, {"OMP_NUM_THREADS": "1", **environ}, log):
                 raise RuntimeError(f"exit code {code}: {log.name} says why")
 
-        start([sys.executable, SCRIPT], settings | dict(options.set))
+        start([sys.executable, TRAIN_SCRIPT], settings | dict(options.set))
         seconds = time.perf_counter() - started
         totals: dict[str, dict[str, Json]] = {name: {} for name in REPORTED}
         for adapter, folder in ADAPTERS.items():
             path = run.with_name(f"{run.name}-{adapter}.json")
-            path.unlink(missing_ok=True)  # An earlier measurement's file would otherwise stay.
+            path.unlink(missing_ok=True)  # An earlier measurement's file must not be read.
             command: list[str | Path] = [sys.executable, EVALUATE, run / folder, "--out", path, "--profile"]
             command += [profiles[name] for name in REPORTED]
             # The base model is measured once, as it is the same for all seeds.
@@ -121,14 +121,15 @@ def bench_demo(options: argparse.Namespace) -> int:
     for number, seed in enumerate(seeds, 1):
         prefix = f"seed{number}_"
         rewards = reward_figures(read_json(seed.run / "evaluation.json"))
-        rewards = [row for row in rewards if number == 1 or row["name"].endswith(OF_SEED)]
+        rewards = [row for row in rewards if number == 1 or row["name"].endswith(SEED_ENDINGS)]
         figures += [figure(prefix + row["name"], row["value"], row["unit"], row["note"]) for row in rewards]
         for adapter in ADAPTERS:
             for kind in KINDS:
                 figures += set_figures(seed, adapter + kind, prefix)
         note = f"process start to zip, {options.jobs} seeds side by side"
         figures.append(figure(f"{prefix}total_s", seed.seconds, "s", note))
-    write(Path(options.out), figures)  # This comes first: the picture changes the working tree, whose commit it names.
+    # The JSON is written before the picture, which changes the working tree whose commit the JSON names.
+    write(Path(options.out), figures)
     if options.figure:
         plot_seeds(seeds, Path(options.figure))
     return int(below_rule(seeds, "best") < count)

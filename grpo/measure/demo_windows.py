@@ -9,7 +9,7 @@ to beat on the reported sets is the rule `charge_when_clean`.
 
 from __future__ import annotations
 
-from grpo.tasks.tes.dataset import DATA_DIR, synthetic_windows, varied
+from grpo.tasks.tes.dataset import DATA_DIR, synthetic_windows, vary_loads
 from grpo.tasks.tes.plant import HOURS
 from grpo.tasks.tes.profiles import HELDOUT_START, Profile, profile_csv, synthetic_profile
 
@@ -35,7 +35,7 @@ def profile_text(name: str) -> str:
         block = synthetic_profile((SEED, stream, number), len(window.dates), window.dates[0])
         if name == "varied":
             load_kw = block.load_kw.copy()
-            load_kw[:, HOURS[0] : HOURS[-1] + 1] = varied(window, generator, MOST_FACTOR).load_kw
+            load_kw[:, HOURS[0] : HOURS[-1] + 1] = vary_loads(window, generator, MOST_FACTOR).load_kw
             block = Profile(block.dates, block.co2, load_kw)
         blocks.append(block)
     return profile_csv(blocks)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults in each phase of a step beside vLLM (kills, memory that is gone, a dying engine), and whether the same command
-continues the run."""
+"""Strikes a run beside vLLM in each phase of a step (by a kill, a full GPU or a dying engine), and checks that the same
+command continues it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import pandas
 
 from grpo.learn import trainer as learner
 from grpo.learn.trainer import Trainer
-from grpo.measure.record import BENCH, NOISE, SCRIPT, environment, figure, fresh_folder, write
-from grpo.measure.variants import Function, intercept, occupy
+from grpo.measure.harness import Function, intercept, occupy
+from grpo.measure.record import BENCH, NOISE, TRAIN_SCRIPT, figure, fresh_folder, split_settings, write
 from grpo.rollout.engine import Engine
 from grpo.run.child import run_child
 
-# Phase -> its function, and the seconds after its start at which a kill comes. On an H200 that is before its end, even
-# with the mid-size model (wake 0.023 s, sleep 0.006 s).
+# Phase -> its function, and the seconds from its start to a kill. On an H200 the kill comes before the phase ends, even
+# with the mid-size model (wake takes 0.023 s, sleep 0.006 s).
 PHASES: dict[str, tuple[type | ModuleType, str, float]] = {
     "wake": (Engine, "wake", 0.01),
     "sync": (Engine, "sync_weights", 0.005),
@@ -36,7 +36,8 @@ PHASES: dict[str, tuple[type | ModuleType, str, float]] = {
     "learn": (Trainer, "learn", 0.1),
     "save": (learner, "finish_checkpoint", 0.0),
 }
-# Sleep and save take no memory of the GPU, and only while it generates does the engine work by itself.
+# Full memory does not stop sleep and save, which take none of the GPU's, and an engine dies only while it works by
+# itself: when it generates.
 FAULTS = (
     *(f"kill:{phase}" for phase in PHASES),
     *(f"memory:{phase}" for phase in ("wake", "sync", "generate", "learn")),
@@ -59,7 +60,7 @@ class Start(NamedTuple):
     message: str  # the log's critical lines, or its last line where there are none
 
     def shows(self, fault: str) -> bool:
-        """Whether this start ended as `fault` makes a run end, and for no other reason."""
+        """Whether this start ended by the exit code and the message that `fault` causes."""
         codes, words = EXPECTED[fault.partition(":")[0]]
         return self.code in codes and words in self.message
 
@@ -97,8 +98,8 @@ def faults_child(options: argparse.Namespace) -> int:
 def start_run(options: argparse.Namespace, folder: Path, steps: int, fault: str = "") -> Start:
     """Starts the command in `folder`, with a fault or to its end."""
     paths = {"MODEL_ID": options.model, "DATA": options.data, "OUTPUT_DIR": str(folder.absolute())}
-    settings = {**environment(COMMON), **paths, "TOTAL_STEPS": str(steps), **dict(options.set)}
-    command = [sys.executable, str(SCRIPT)]
+    settings = {**split_settings(COMMON), **paths, "TOTAL_STEPS": str(steps), **dict(options.set)}
+    command = [sys.executable, str(TRAIN_SCRIPT)]
     if fault:
         words = ["faults", "--out", "-", "--model", options.model, "--data", options.data, "--child", fault]
         command = [sys.executable, str(BENCH), *words]
@@ -113,9 +114,9 @@ def start_run(options: argparse.Namespace, folder: Path, steps: int, fault: str 
     return start
 
 
-def is_whole(folder: Path, uninterrupted: Path, steps: int) -> bool:
-    """Whether a run that was interrupted has every step once, the completions of all prompts that the uninterrupted one
-    has, and a zip that reads. vLLM's kernels do not give the same bits in every process."""
+def is_complete(folder: Path, uninterrupted: Path, steps: int) -> bool:
+    """Whether a run that was interrupted has every step once, the same prompts' completions as the uninterrupted
+    one, and a sound zip. Texts are not compared, as vLLM's kernels do not give the same bits in every process."""
     metrics, completions = (pandas.read_csv(folder / name) for name in ("metrics.csv", "completions.csv"))
     expected = pandas.read_csv(uninterrupted / "completions.csv")
     return (
@@ -128,7 +129,7 @@ def is_whole(folder: Path, uninterrupted: Path, steps: int) -> bool:
 def bench_faults(options: argparse.Namespace) -> int:
     """A run without a fault, and one that meets each fault of `--faults`, two steps apart, and is started again after
     each. Returns 1 if a fault went by unseen or a start ended for another reason, the same command did not continue, a
-    step is missing or doubled, or a .tmp is left."""
+    step is missing or doubled, or a .tmp file is left."""
     if options.child:
         return faults_child(options)
     folder, faults = fresh_folder(Path(options.run)), options.faults or FAULTS
@@ -143,7 +144,7 @@ def bench_faults(options: argparse.Namespace) -> int:
         note = f"exit code {start.code}: {start.message[:120]}"
         figures.append(figure(fault.replace(":", "_at_"), int(start.shows(fault)), "seen", note))
     last = start_run(options, folder / "faults", steps)
-    has_all_rows = is_whole(folder / "faults", folder / "whole", steps)
+    has_all_rows = is_complete(folder / "faults", folder / "whole", steps)
     stray = [path.name for path in folder.rglob("*.tmp")]
     figures += [
         figure("completed", int(last.code == 0), "run", f"exit code {last.code} of the last start"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same step on one GPU, on two, and so on."""
+"""Measures the same step on one GPU, on two, and so on."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pandas
 import psutil
 import torch
 
+from grpo.measure.harness import Function, intercept, read_result, run_settings, write_result
 from grpo.measure.record import BENCH, Figure, Json, figure, read_json, steps_of, write
-from grpo.measure.variants import Function, intercept, read_result, run_settings, write_result
 from grpo.plan.machine import GIB
 from grpo.run.child import run_child
 from grpo.run.ranks import Ranks
@@ -27,14 +27,14 @@ GROUP, LARGE = 8, 4  # completions of a prompt; the large step's prompts, in mul
 
 
 def sums_path(options: argparse.Namespace) -> Path:
-    """Where rank 0 writes how long the sums over all GPUs took."""
+    """The JSON in which rank 0 writes size and time of a sum over all GPUs."""
     return Path(options.run).absolute().with_name("many-sums.json")
 
 
 def many_child(options: argparse.Namespace) -> int:
-    """The entry point in one of torchrun's processes. Rank 0 writes size and time of the last step's largest sum over
-    all GPUs. Each sum is followed by a second one of the same size that is timed, because in the first one a GPU also
-    waits for slower ones."""
+    """The entry point in one of torchrun's processes. Rank 0 writes size and time of the last of the largest sums
+    over all GPUs. After each sum a second one of the same size is timed, because the first includes waiting for slower
+    GPUs."""
     rank = os.environ["RANK"]  # The entry point removes torchrun's variables.
     sums: list[tuple[int, float]] = []
 
@@ -100,13 +100,13 @@ def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
 
 def many_figures(results: Mapping[tuple[int, int], Json], prompts: int) -> list[Figure]:
     """Figures of the runs that have ended, by GPUs and prompts of the whole step, given the prompts of one GPU."""
-    figures = []
+    figures, speedup = [], "step time of one GPU divided by that of these"
     for (gpus, count), values in results.items():
         name, tokens = f"{gpus}x{count * GROUP}", count * GROUP * values["tokens_mean"]
         size = f"{gpus} GPUs, {count} prompts x {GROUP} completions x {values['tokens_mean']:.0f} tokens in all"
         figures += [
             figure(f"{name}_step_s", values["step_s"], "s", f"{size}: mean of steps 2 and 3"),
-            figure(f"{name}_rollout_s", values["rollout_s"], "s", "its rollout, until all have all of it"),
+            figure(f"{name}_rollout_s", values["rollout_s"], "s", "its rollout, until every GPU has all completions"),
             figure(f"{name}_learn_s", values["learn_s"], "s", "its learning, gradients added up"),
             figure(f"{name}_tok_s", tokens / values["step_s"], "tokens/s", "of the step"),
             figure(f"{name}_startup_s", values["startup_s"], "s", "from the command to the first step"),
@@ -117,9 +117,9 @@ def many_figures(results: Mapping[tuple[int, int], Json], prompts: int) -> list[
             figures.append(figure(f"{name}_sum_ms", values["sum_ms"], "ms", note))
         if gpus > 1 and count == prompts * gpus and (alone := results.get((1, prompts))):
             share = alone["step_s"] / values["step_s"]
-            figures.append(figure(f"weak_{gpus}", share, "share", "one GPU's step by this one's"))
+            figures.append(figure(f"weak_{gpus}", share, "share", speedup))
         if gpus > 1 and (alone := results.get((1, count))):
-            figures.append(figure(f"strong_{name}", alone["step_s"] / values["step_s"], "x", "sooner than one"))
+            figures.append(figure(f"strong_{name}", alone["step_s"] / values["step_s"], "x", speedup))
     return figures
 
 

@@ -37,20 +37,20 @@ from grpo.settings import parse_value
 from grpo.tasks.tes.dataset import file_name
 from rewards import confidence_interval
 
-OTHERS = """
+RUN_FIGURES = """
 besides_embeddings | parameters |
 make_s | s | data, warm-up, checkpoint
-warmup_reward_read | reward | warm-up, expected when sampling, rows of its own, end of phase 1
+warmup_reward_read | reward | warm-up, expected when sampling, on rows it was not trained on, end of phase 1
 warmup_reward_rounded | reward | the same, right after rounding the experts to MXFP4
 warmup_reward_stored | reward | the same, end of phase 2, as stored
 warmup_parse_rate | share |
-warmup_reward_loaded | reward | some of these rows
+warmup_reward_loaded | reward | the stored checkpoint, on some of these rows
 train_s | s | train_grpo.py from start to zip
 train_reward_first5 train_reward_last5 | reward | mean of the first or the last 5 steps' rollouts
 step_s | s | mean, without the first step
 steps | steps |
 """
-CHAINS = """
+CHAIN_FIGURES = """
 plan_best_base plan_best_trained | share | of held-out chains
 reward_chain_base_answer_base reward_chain_trained_answer_base | reward | expected, the base model's answers
 reward_chain_base_answer_trained reward_chain_trained_answer_trained | reward | expected, the trained model's answers
@@ -71,7 +71,7 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
     body = parts["total"] - parts["embeddings"]
     log(f"{body:,} parameters besides the embeddings")
     recipe = replace(recipe, shape=shape)
-    shutil.rmtree(model_dir, ignore_errors=True)  # An earlier model is to be made again.
+    shutil.rmtree(model_dir, ignore_errors=True)  # An earlier model is replaced.
     with checkpoint.new_directory(model_dir) as directory:
         stages, probe = write_warmed_up(directory, recipe, tokenizer, options.device, options.seed, log)
         loaded = load_model(str(directory), read_json(directory / "config.json"), "eager").to(options.device).eval()
@@ -117,7 +117,7 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
     settings = run_settings(options, scale)
     log(command_line(settings))
     started = time.perf_counter()
-    code = run_child([sys.executable, str(record.SCRIPT)], settings)
+    code = run_child([sys.executable, str(record.TRAIN_SCRIPT)], settings)
     seconds = time.perf_counter() - started
     shown = {name: value.replace(f"{options.out}/", "OUT/") for name, value in settings.items()}
     checkpoint.write_json(options.out / "train.json", {"command": command_line(shown), "seconds": round(seconds, 1)})
@@ -153,7 +153,7 @@ def chain_figures(run: Path, heldout: Path) -> record.Json:
 
 
 def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:
-    """(what the trained model saves in the closed loop, whether that is more than its interval).
+    """(what the trained model saves in the closed loop, whether the interval of `priced_kg` is above 0).
 
     A policy could save CO2 by leaving load unserved or the storage empty, so what counts is `priced_kg`
     (docs/evaluation.md), per window, base minus trained, in pairs over windows.
@@ -170,7 +170,7 @@ def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:
     return figures, low > 0  # The last `low` is that of `priced_kg`.
 
 
-def other_figures(out: Path) -> list[Figure]:
+def run_figures(out: Path) -> list[Figure]:
     """Figures of the warm-up and of the run's own files, where these exist."""
     values: record.Json = {"train_s": read_json(out / "train.json").get("seconds")}
     if warmup := read_json(out / "model" / "warmup.json"):
@@ -182,7 +182,7 @@ def other_figures(out: Path) -> list[Figure]:
         steps = record.steps_of(out / "run").dropna(subset=["reward"])
         values |= {"train_reward_first5": steps.reward[:5].mean(), "train_reward_last5": steps.reward[-5:].mean()}
         values |= {"step_s": steps.step_s[1:].mean(), "steps": len(steps)}
-    return record.tabled(OTHERS, values)
+    return record.tabled(RUN_FIGURES, values)
 
 
 def collect(options: argparse.Namespace, log: Log) -> int:
@@ -206,7 +206,7 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     facts, more = read_json(run / "settings.json").get("machine"), {}
     if facts:
         more = {"machine": record.machine_words(facts), "versions": read_json(run / "versions.json")}
-    results += other_figures(options.out) + record.tabled(CHAINS, read_json(options.out / "chains.json"))
+    results += run_figures(options.out) + record.tabled(CHAIN_FIGURES, read_json(options.out / "chains.json"))
     record.write(options.results, results, command, more)
     if (run / "report.html").is_file():
         shutil.copyfile(run / "report.html", options.results.with_name(options.report_name))
@@ -216,7 +216,7 @@ def collect(options: argparse.Namespace, log: Log) -> int:
 
 
 def prove(options: argparse.Namespace, scale: Scale) -> int:
-    """Runs the wanted stages that are not complete; returns the exit code."""
+    """Runs the stages of --stage that are not complete, or all of them with --force; returns the exit code."""
     log: Log = partial(print, flush=True)
 
     def is_wanted(stage: str, complete: bool) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo.measure.record import environment
+from grpo.measure.record import split_settings
 from grpo.model.gptoss_format import Shape
 from grpo.model.warmup import TINY_RECIPE, Recipe
 from grpo.tasks.tes.dataset import synthetic_files
@@ -26,14 +26,15 @@ class Scale:
 # It has 43M weights besides the embeddings. hidden is a multiple of 256 and intermediate of 128, which vLLM's MXFP4
 # kernels prefer; head_dim is gpt-oss's.
 MID = Shape(layers=8, hidden=512, intermediate=384, experts=8, experts_per_token=4, heads=8, kv_heads=2, head_dim=64)
-# Neighbours first; then, in the second sliding layer, an hour's own numbers and the same number an hour earlier (a line
-# of the forecast has 26 tokens).
+# The first sliding layer looks at neighbours; the second at an hour's own numbers and at the same number an hour
+# earlier (a line of the forecast has 26 tokens).
 MID_RECIPE = Recipe(
     MID, "full", windows=2400, probe_windows=60, seconds=300, steps=100_000, batch=64, lr=1e-3,
     distances=((1, 2, 3, 4, 5, 6, 7, 8), (1, 8, 6, 11, 17, 26, 20, 3), (), (0,)),
 )  # fmt: skip
-# PARITY=off: this model is so even that the check's adapter hardly changes the log-probs of fixed tokens, and the check
-# refuses what it cannot tell apart (0.0005 nats with, 0.0001 without, on an H200).
+# PARITY=off: this model's predictions are so even that the check's adapter hardly changes the log-probs of fixed
+# tokens, and the check refuses a model where it sees no effect (0.0005 nats with the adapter, 0.0001 without, on an
+# H200).
 MID_RUN = """REWARDS=regret EVAL_SAMPLES=8 EVAL_STEPS=125 SEED=1 USE_VLLM=1 PARITY=off PROMPTS_PER_STEP=32
     NUM_GENERATIONS=8 MAX_COMPLETION_LEN=24 TOTAL_STEPS=200 LEARNING_RATE=1.5e-3 LR_SCHEDULER=linear LORA_R=16
     LORA_ALPHA=32 SAVE_STEPS=100"""
@@ -42,23 +43,24 @@ SMALL_RUN = """REWARDS=regret EVAL_SAMPLES=2 SEED=1 USE_VLLM=0 PROMPTS_PER_STEP=
     GRADIENT_CHECKPOINTING=0 REASONING_EFFORT=low"""
 CPU_RUN = SMALL_RUN + " EVAL_SAMPLES=8 PROMPTS_PER_STEP=16 TOTAL_STEPS=400 LR_SCHEDULER=linear SAVE_STEPS=100"
 SCALES = {
-    "mid": Scale(MID_RECIPE, train_windows=400, heldout_windows=32, settings=environment(MID_RUN)),
+    "mid": Scale(MID_RECIPE, train_windows=400, heldout_windows=32, settings=split_settings(MID_RUN)),
     # The same proof with the toy model and compact prompts: on one CPU core, and in seconds for the tests.
-    "cpu": Scale(replace(TINY_RECIPE, steps=1500), 60, 32, environment(CPU_RUN)),
-    "small": Scale(replace(TINY_RECIPE, windows=20, probe_windows=4, steps=60), 10, 4, environment(SMALL_RUN)),
+    "cpu": Scale(replace(TINY_RECIPE, steps=1500), 60, 32, split_settings(CPU_RUN)),
+    "small": Scale(replace(TINY_RECIPE, windows=20, probe_windows=4, steps=60), 10, 4, split_settings(SMALL_RUN)),
 }
 DATA_SEED = 20_000  # seed of the generated days
-# A chain has 29 tokens with o200k. The exact evaluation of small models knows answers without one alone.
-REASON_RUN = environment("MAX_COMPLETION_LEN=40 EVAL_EXACT=0")
-# A decision falls in the chain, as it does where a model reasons; the answer's token keeps a say. With 0.7, and
-# readings at the answer as well as at the plan, answers of the toy model overruled plans: chains were worth nothing.
+# A chain has 29 tokens with o200k. The exact evaluation of small models covers only answers without a chain.
+REASON_RUN = split_settings("MAX_COMPLETION_LEN=40 EVAL_EXACT=0")
+# The probability that an answer follows the plan of its chain: the chain decides, as in a model that reasons. With 0.7,
+# and readings at the answer as well as at the plan, answers of the toy model overruled plans: chains were worth
+# nothing.
 FOLLOW = 0.9
-PLAN_BACK = 7  # tokens from where the answer's action is predicted to the plan
+PLAN_BACK = 7  # tokens from the plan to the position that predicts the answer's action
 
 
 def reasoning(scale: Scale) -> Scale:
     """The scale with a short chain of reasoning before every answer. A head of the first layer looks back at the plan:
-    without one, answers of the toy model did not follow plans after 700 steps."""
+    without such a head, answers of the toy model did not follow plans after 700 steps."""
     first, *others = scale.recipe.distances
     if PLAN_BACK not in first:
         first = (*first[:-1], PLAN_BACK)

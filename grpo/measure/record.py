@@ -23,13 +23,13 @@ from grpo.plan.machine import installed_versions, read_machine
 from grpo.run import durable
 from grpo.settings import ROOT
 
-BENCH, SCRIPT = ROOT / "scripts" / "bench.py", ROOT / "train_grpo.py"
+BENCH, TRAIN_SCRIPT = ROOT / "scripts" / "bench.py", ROOT / "train_grpo.py"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger-kernel", "triton", "vllm")
 MARK = "made_by_a_measurement"  # A folder with this file may be deleted by the next measurement.
 NOISE = "grpo.measure.noise:noise"
 Json = dict[str, Any]  # an object of a JSON file
 read_json = functools.partial(durable.read_json, empty=(FileNotFoundError,))
-REWARDS = """
+REWARD_FIGURES = """
 heldout_random heldout_constant heldout_oracle reward_before regret_before reward_after regret_after | reward |
 reward_low_before reward_high_before reward_low_after reward_high_after | reward | 95% interval over days' prompts
 reward_before_greedy reward_after_greedy | reward | of the likeliest answer
@@ -64,14 +64,14 @@ def tabled(table: str, values: Json) -> list[Figure]:
     return figures
 
 
-def environment(words: str) -> dict[str, str]:
-    """The settings in a text of NAME=VALUE words."""
+def split_settings(words: str) -> dict[str, str]:
+    """Settings by name, from a text of NAME=VALUE words."""
     return dict(word.split("=", 1) for word in words.split())
 
 
 def commit() -> str:
-    """The commit that is measured, with `-dirty` behind it where the tree differs from it. Results do not count as a
-    difference, because a measurement writes them. BENCH_COMMIT names the commit outside of a checkout."""
+    """The commit that is measured, followed by `-dirty` if the working tree differs from it. Files of docs/results do
+    not count, because a measurement writes them. BENCH_COMMIT names the commit outside of a checkout."""
     if name := os.environ.get("BENCH_COMMIT"):
         return name
 
@@ -92,15 +92,15 @@ def machine_words(facts: Json) -> str:
 
 
 def this_command() -> str:
-    """The command that runs now, with the last part only of an absolute path."""
+    """The command that runs now; of an absolute path it keeps the last part."""
     script = Path(sys.argv[0])
     words = [re.sub(r"(^|=|,)/(?:[^/,]*/)*", r"\1", word) for word in sys.argv[1:]]
     return shlex.join(["python", f"{script.parent.name}/{script.name}", *words])
 
 
 def save(path: Path, figures: Sequence[Figure], command: str | None = None, more: Json | None = None) -> None:
-    """Writes the figures as JSON, in the form of all files under docs/results/. `more` are further keys, or what is put
-    in the place of this machine's facts."""
+    """Writes the figures as JSON, in the form of all files under docs/results/. `more` adds keys, or replaces
+    those of this machine."""
     record = {
         "command": command or this_command(),
         "machine": f"{machine_words(vars(read_machine()))}; Python {platform.python_version()}",
@@ -135,7 +135,7 @@ def reward_figures(evaluation: Json) -> list[Figure]:
     for when in ("before", "after", "before_greedy", "after_greedy"):
         values |= {f"{name}_{when}": value for name, value in evaluation.get(when, {}).items()}
     values |= {f"{name}_gain": value for name, value in evaluation.get("difference", {}).items()}
-    return tabled(REWARDS, values)
+    return tabled(REWARD_FIGURES, values)
 
 
 def plant_figures(plant: Json) -> list[Figure]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run at any settings: its time, its memory, and whether its weights stay what they are."""
+"""Measures a run at any settings: its time, its memory, and whether weights that do not learn stay the same."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from grpo.learn.learner import Batch
 from grpo.learn.trainer import Trainer
-from grpo.measure import variants
+from grpo.measure import harness
+from grpo.measure.harness import Function, free_gib, intercept, occupy, policy_of
 from grpo.measure.record import BENCH, Figure, Json, steps_of, tabled, write
-from grpo.measure.variants import Function, free_gib, intercept, occupy, policy_of
 from grpo.model.load import VOCAB_WEIGHTS, quantized_experts, vocab_weights
 from grpo.plan.machine import GIB, read_machine
 from grpo.rollout import engine as rollout_engine
@@ -34,29 +34,29 @@ from grpo.run.child import run_child
 KERNELS: dict[str, dict[str, str]] = {"own": {}, "older-cards": {"attention_backend": "TRITON_ATTN"}}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 RUN = """
-step_s | s | {words}: {which}
-rows_per_minute | rows/min | prompts by step_s, each learned from once
-rollout_s learn_s | s | of that{first}
+step_s | s | {setup}: {averaged}
+rows_per_minute | rows/min | prompts divided by step_s, each learned from once
+rollout_s learn_s | s | of step_s{rollout_note}
 wake_s handover_s sleep_s | s | of the rollout; handover is the weight sync
 reward_s | s | decoding and scoring the completions
 sync_share | share | of the adapter's update that vLLM's weights held in the last step
-rollout_tok_s | tokens/s | tokens by rollout_s
-generate_tok_s | tokens/s | tokens by the time of generating alone, prefill included
+rollout_tok_s | tokens/s | tokens divided by rollout_s
+generate_tok_s | tokens/s | tokens divided by the time of generating alone, prefill included
 startup_s | s | process start to the first step's learning; a machine's first child fills the compile caches
 job_peak_gib | GiB | by the driver, engine and CUDA context included; {free:.1f} GiB were free
-plan_error | share | plan of --check against that peak
-micro_batch | completions | of MAX_COMPLETION_LEN in a micro-batch
-rows | completions | that transformers generates at once
+plan_error | share | planned peak of --check divided by job_peak_gib, minus 1
+micro_batch | completions | in a micro-batch, of MAX_COMPLETION_LEN tokens each
+rows | completions | generated at once by transformers
 asleep_gib | GiB | of the GPU that the sleeping engine holds before the first rollout
 paged_gib | GiB | of the learner, in host memory while vLLM is awake
 parity_mean parity_max | nats | worst of fixed and sampled tokens, before and after a sleep
 parity_control_mean | nats | smallest with the trainer's adapter off
-base_changed | tensors | of the trainer's frozen weights, whose sum of bits is another after training
-lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose sum of bits is another after training
+base_changed | tensors | of the trainer's frozen weights, whose sum of bits differs after training
+lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose sum of bits differs after training
 """
 COLUMNS = ("step_s", "rollout_s", "learn_s", "wake_s", "handover_s", "sleep_s", "reward_s")  # columns of metrics.csv
-CHILD = "run"  # name of the process that runs
-UNTOUCHED = ("base_changed", "lent_changed")  # These must be 0.
+CHILD = "run"  # --child of the process that is measured
+UNTOUCHED = ("base_changed", "lent_changed")  # figures that must be 0
 
 
 def lent_tensors(policy: torch.nn.Module) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def frozen_tensors(policy: torch.nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """A number for each tensor that changes when one of its elements does."""
+    """The sum of each tensor's bits as integers, by name: it changes if one element does."""
     return {
         name: int(tensor.view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
         for name, tensor in tensors.items()
@@ -104,11 +104,12 @@ class RunWatch:
         return engine_arguments(*arguments) | self.kernels
 
     def start_engine(self, start_engine: Function, *arguments: Any) -> Engine:
-        """Starts the engine, and notes what it holds while it sleeps."""
+        """Starts the engine, measures what it holds while it sleeps, makes its completions as long as they may be, and
+        takes the sums of the weights."""
         before = free_gib()
         engine: Engine = start_engine(*arguments)
         self.asleep_gib = before - free_gib()
-        engine.stop_token_ids = []  # Without them every completion is as long as it may be.
+        engine.stop_token_ids = []  # Without stop tokens no completion ends early.
         if self.tokens:
             engine.settings = dataclasses.replace(engine.settings, MAX_COMPLETION_LEN=self.tokens)
         self.sum_weights(arguments[-1])
@@ -120,13 +121,13 @@ class RunWatch:
         self.sums = bit_sums(frozen_tensors(policy) | self.lent)
 
     def rollout(self, rollout: Function, engine: Engine, *arguments: Any) -> Generated:
-        """Generates as `rollout` does, and notes the tokens per second."""
+        """Generates as `rollout` does, and records the tokens per second."""
         result: Generated = rollout(engine, *arguments)
         self.tok_s.append(sum(map(len, result[0])) / engine.seconds["generate"])
         return result
 
     def learn(self, learn: Function, trainer: Trainer, model: torch.nn.Module, batch: Batch, *arguments: Any) -> Tensor:
-        """Learns as `learn` does, and notes the time of the first call and the batch of the last."""
+        """Learns as `learn` does, and records the time of the first call and the batch of the last."""
         self.startup_s = self.startup_s or time.time() - self.born
         self.trainer, self.batch = trainer, batch
         if not self.sums:  # Without an engine no sums were taken.
@@ -161,32 +162,32 @@ class RunWatch:
             values |= {"lent_tensors": len(self.lent), "lent_changed": len(changed & self.lent.keys())}
         s, tokens = run.settings, later.tokens_mean.mean()
         completions = f"{s.PROMPTS_PER_STEP} x {s.NUM_GENERATIONS} completions, {tokens:.0f} tokens each"
-        values["size"], values["first"] = f"{completions}, EXPERTS={s.EXPERTS}", ""
+        values["size"], values["rollout_note"] = f"{completions}, EXPERTS={s.EXPERTS}", ""
         if s.DIRECT_ANSWERS:
             values["size"] = f"DIRECT_ANSWERS, {s.PROMPTS_PER_STEP} prompts, EXPERTS={s.EXPERTS}"
-            values["first"] = "; the former is the pass that chooses the answers"
+            values["rollout_note"] = "; rollout_s is the pass that chooses the answers"
             values["rows_per_minute"] = 60 * s.PROMPTS_PER_STEP / values["step_s"]
-        values["which"] = "mean without the first step" if len(steps) > 1 else "the first step"
+        values["averaged"] = "mean without the first step" if len(steps) > 1 else "the first step"
         return {name: value for name, value in values.items() if value == value}  # A figure that the run lacks is NaN.
 
 
 def run_figures(options: argparse.Namespace, values: Json) -> list[Figure]:
     """The figures of the run that the options ask for."""
-    words = [values["size"], *(f"{name}={value}" for name, value in options.set)]
+    setup = [values["size"], *(f"{name}={value}" for name, value in options.set)]
     if options.free_gib:
-        words.append(f"all but {options.free_gib:g} GiB of the GPU occupied")
-    return tabled(RUN, values | {"words": ", ".join(words)})
+        setup.append(f"all but {options.free_gib:g} GiB of the GPU occupied")
+    return tabled(RUN, values | {"setup": ", ".join(setup)})
 
 
 def rollout_child(options: argparse.Namespace) -> int:
     """Measures the run in this process. Returns its exit code, or 1 if a weight was written that does not learn."""
     with contextlib.ExitStack() as stack:
         watch = RunWatch(stack, options.kernels, options.tokens)
-        os.environ |= variants.run_settings(options, {"MAX_COMPLETION_LEN": 512, **dict(options.set)})
+        os.environ |= harness.run_settings(options, {"MAX_COMPLETION_LEN": 512, **dict(options.set)})
         if code := options.main([]):
             return code
         values = watch.values(Path(options.run))
-    variants.write_result(options, options.child, values)
+    harness.write_result(options, options.child, values)
     return int(any(values.get(name) for name in UNTOUCHED))
 
 
@@ -195,10 +196,10 @@ def bench_rollout(options: argparse.Namespace) -> int:
     process."""
     if options.child:
         return rollout_child(options)
-    variants.result_path(options, CHILD).unlink(missing_ok=True)
+    harness.result_path(options, CHILD).unlink(missing_ok=True)
     ballast = occupy(options.free_gib) if options.free_gib else None
     code = run_child([sys.executable, str(BENCH), *sys.argv[1:], "--child", CHILD])
     del ballast
-    if values := variants.read_result(options, CHILD):
+    if values := harness.read_result(options, CHILD):
         write(Path(options.out), run_figures(options, values))
     return code

@@ -75,7 +75,7 @@ class Recipe:
     # How many tokens back each head of each sliding layer looks. Heads of the first layer look at neighbours, so that a
     # number's state includes the word before it. Heads of the last look at their own token, where the adapter acts.
     distances: Sequence[Sequence[int]]
-    most_factor: float = 1.0  # largest factor of a day's load; the smallest is its reciprocal (dataset.varied)
+    most_factor: float = 1.0  # largest factor of a day's load; the smallest is its reciprocal (dataset.vary_loads)
     rounding: float = 0.2  # share of the budget after the experts were rounded to MXFP4 and frozen
     rounding_lr: float = 0.25  # learning rate in that share, as a factor of lr
     # Probability that a reasoning model answers the action that its chain planned; None for a model without a chain.

@@ -93,7 +93,7 @@ def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
     for seed in range(first, first + count):
         start = TRAIN_START + timedelta(weeks=seed % 52)
         for plain, rng in dataset.synthetic_windows(seed, dataset.ROWS_STREAM, 1, start):
-            window = dataset.varied(plain, rng, most)
+            window = dataset.vary_loads(plain, rng, most)
             decisions = dataset.trajectory(window, rng, kind, None) + dataset.short_hours(window, rng, kind)
             for number, (row, state) in enumerate(decisions):
                 rewards = [row[f"reward_action_{k}"] for k in range(ACTIONS)]

@@ -30,7 +30,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def expert_elements(config: ModelConfig) -> int:
-    """Elements of the expert matrices of one layer."""
+    """The number of elements of all expert matrices in one layer, biases excluded."""
     return int(config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"])
 
 
@@ -41,7 +41,7 @@ def has_mxfp4(config: ModelConfig | None) -> bool:
 
 TINY_PATH = ROOT / "data" / "tiny"
 REAL_MODEL = "openai/gpt-oss-20b"
-# The part of openai/gpt-oss-20b's config.json with which memory is planned before anything was downloaded.
+# The part of openai/gpt-oss-20b's config.json that memory is planned with before anything is downloaded.
 REAL_CONFIG: dict[str, Any] = {
     "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "head_dim": 64,
     "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
@@ -57,7 +57,7 @@ MODEL_FILES = [
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The small files of a model: its folder (None before it was downloaded), config.json, template, tokenizer.json."""
+    """The small files of a model: folder (None before the download), config.json, chat template, tokenizer.json."""
 
     folder: Path | None
     config: ModelConfig
@@ -88,7 +88,7 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
 
 
 def read_model_files(folder: Path) -> ModelFiles:
-    """The small files that lie in `folder`. Raises OSError or ValueError where it holds no gpt-oss with a tokenizer."""
+    """The small files in `folder`. Raises OSError or ValueError if it holds no gpt-oss with a tokenizer."""
     if not (folder / "config.json").exists():
         raise ValueError("config.json is missing")
     config, tokenizer, template = read_json(folder / "config.json"), folder / "tokenizer.json", None
@@ -113,8 +113,8 @@ def missing_shards(folder: Path) -> list[str]:
     return sorted(name for name in shards if not (folder / name).is_file())
 
 
-def refusal(model_id: str, error: BaseException) -> tuple[str, str]:
-    """(problem, remedy) for an exception while files of a Hub model were downloaded, one line each."""
+def download_problem(model_id: str, error: BaseException) -> tuple[str, str]:
+    """(fault, fix) for `Problems.add`, after an exception in a download from the Hub."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError):  # Its cause is the network's error.
@@ -133,22 +133,22 @@ def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
 
         return Path(snapshot_download(model_id, allow_patterns=MODEL_FILES))
     except Exception as error:  # Offline, no such repository, or no access.
-        if getattr(error, "name", "") != "huggingface_hub":  # `check_packages` names that package where it is missing.
-            problems.add("MODEL_ID", *refusal(model_id, error))
+        if getattr(error, "name", "") != "huggingface_hub":  # `check_packages` reports that package.
+            problems.add("MODEL_ID", *download_problem(model_id, error))
         return None
 
 
 def fetch_weights(model_id: str, files: ModelFiles) -> str | None:
-    """Download the weights of a Hub model that the cache lacks, so that `files.folder` holds the whole checkpoint.
-    Returns the problem that prevents it, or None."""
+    """Downloads the weight files that are missing in `files.folder`, the Hub's cache, so that it holds the whole
+    checkpoint. Returns a problem, or None."""
     problems = Problems()
     if files.folder and (names := missing_shards(files.folder)):
-        from huggingface_hub import snapshot_download  # Late, as it takes a second.
+        from huggingface_hub import snapshot_download  # Imported here, because it takes a second.
 
         try:
             snapshot_download(model_id, revision=files.folder.name, allow_patterns=names)
         except Exception as error:  # Many things can end a long download.
-            problems.add("MODEL_ID", *refusal(model_id, error))
+            problems.add("MODEL_ID", *download_problem(model_id, error))
     return problems[0] if problems else None
 
 
@@ -159,8 +159,9 @@ def downloaded_gib(files: ModelFiles) -> float:
 
 
 def checkpoint_gib(config: ModelConfig) -> float:
-    """Size of the weights of a checkpoint with this config.json in GiB, whether it was downloaded or not: of
-    openai/gpt-oss-20b and 120b to the byte as their indices say. MXFP4 takes 4 bits and the 32nd part of a byte."""
+    """Size of the weights of a checkpoint with this config.json in GiB, whether it was downloaded or not; for
+    gpt-oss-20b and 120b it equals the size in their index to the byte. MXFP4 takes 4 bits an element, and a byte for 32
+    elements."""
     size = 2.0 * count_parameters(config)["total"]
     if has_mxfp4(config):
         size -= (2 - 4.25 / 8) * expert_elements(config) * config["num_hidden_layers"]

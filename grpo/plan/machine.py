@@ -19,8 +19,8 @@ from pathlib import Path
 from grpo.settings import Problems, Settings, split_commas
 
 GIB = 2**30
-# ATTN_IMPL -> (distribution, how to install it). Without the package transformers falls back to a kernel whose backward
-# pass ignores attention sinks (https://github.com/huggingface/transformers/pull/42736); see grpo/model/attention.py.
+# ATTN_IMPL -> (distribution, how to install it). Without it transformers falls back to a kernel whose backward pass
+# ignores attention sinks (https://github.com/huggingface/transformers/pull/42736); see grpo/model/attention.py.
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash-attn", "build it from source"),
     "flash_attention_3": ("flash-attn-3", "build it from source, for Hopper cards"),
@@ -65,8 +65,8 @@ TESTED_VLLM = {"vllm": ("0.26", "0.27")}  # Needed only where vLLM generates.
 
 
 def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """GiB free below a container's memory limit (cgroup v2), reclaimable page cache included; inf without a limit. It
-    is read here because psutil reports the memory of the container's host."""
+    """GiB free below a container's memory limit (cgroup v2), reclaimable page cache included; inf without a limit.
+    psutil does not tell this: it reports the memory of the container's host."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         limit = int((root / "memory.max").read_text())  # ValueError for "max", which is no limit.
         cached = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())["inactive_file"]
@@ -77,7 +77,7 @@ def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
 def read_machine() -> Machine:
     """Read this machine's free memory, its cores, and its visible GPUs with nvidia-smi."""
     ram_free = 0.0
-    with contextlib.suppress(ImportError):  # `check_packages` reports that it is missing.
+    with contextlib.suppress(ImportError):  # psutil comes with accelerate, whose absence `check_packages` reports.
         import psutil
 
         ram_free = min(psutil.virtual_memory().available / GIB, cgroup_free())

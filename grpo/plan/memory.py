@@ -13,7 +13,7 @@ from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import EXPERT_PARAMETERS, adapter_parameters, expert_words, target_matrices
 from grpo.settings import Settings, show
 
-Changes = Mapping[str, str | bool | None]  # Settings by name that replace those of a run.
+Changes = Mapping[str, str | bool | None]  # New values of some settings, by name.
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class EnginePlan:
     max_model_len: int
     max_num_seqs: int
     capture_sizes: tuple[int, ...]
-    lent: float = 0.0  # Weights that stay on the GPU: those that the trainer reads, or all if there is room.
+    lent: float = 0.0  # Weights that stay on the GPU during sleep: those that the learner reads, or all if they fit.
 
     @property
     def on_host(self) -> float:
@@ -54,7 +54,7 @@ class Plan:
     generation_batch_reason: str
     engine: EnginePlan | None = None
     prompt_len: int = 0  # Tokens of the longest prompt.
-    paged: float = 0.0  # Weights that are in host memory while vLLM is awake.
+    paged: float = 0.0  # The learner's weights that are in host memory while vLLM is awake.
     nccl: float = 0.0  # NCCL's buffers for sums over several GPUs.
 
     @property
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def on_host(self) -> float:
-        """Weights that are in host memory at some time."""
+        """Host memory for weights: the learner's while vLLM is awake, and vLLM's while it sleeps."""
         return self.paged + (self.engine.on_host if self.engine else 0.0)
 
     @property
@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def parts(self) -> str:
-        """The terms of `peak` as text."""
+        """The sum behind `peak` as text."""
         larger = f"generation {self.generation:.2f} and learning {self.learning:.2f}"
         if engine := self.engine:
             larger = f"vLLM awake {engine.awake:.2f} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
@@ -88,8 +88,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """Everything that the plan of a run depends on besides its settings."""
+class PlanInputs:
+    """Everything besides the settings that the plan of a run depends on."""
 
     config: ModelConfig
     machine: Machine
@@ -123,7 +123,7 @@ class Shapes:
 
 
 def unshared_reason(sync: str | None, config: ModelConfig | None, machine: Machine) -> str:
-    """Why EXPERTS=shared is impossible, with which the learner reads vLLM's weights; '' if it is possible."""
+    """Why the learner cannot read vLLM's weights (EXPERTS=shared); '' if it can."""
     if sync == "lora":
         return "with ROLLOUT_SYNC=lora vLLM keeps its experts for other kernels"
     if not 9 <= machine.capability < 10:
@@ -136,13 +136,13 @@ def unshared_reason(sync: str | None, config: ModelConfig | None, machine: Machi
 
 # Shares of the free memory: the rest is for fragmentation and CUDA's context, or for a CPU machine's other programs.
 GPU_SHARE, CPU_SHARE = 0.9, 0.5
-MICRO_BATCH_TOKENS = 50_000  # Micro-batches with more tokens than this are not faster per token.
+MICRO_BATCH_TOKENS = 50_000  # Micro-batches with more tokens are not faster per token.
 KV_BLOCK = 16  # Tokens per block of vLLM's key-value cache.
 BATCHED_TOKENS = 8192  # Tokens of one prefill step of vLLM.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # The values that vLLM takes as max_lora_rank.
 BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
-PADDED = 1.08  # Size of the weights in vLLM relative to the checkpoint: kernels pad experts by up to a tenth.
-SWIZZLED = 1.035  # The same for lent experts, in the only layout that the learner reads (measured: 1.032).
+PADDED = 1.08  # Size of vLLM's weights relative to the checkpoint's: its kernels pad experts by up to a tenth.
+SWIZZLED = 1.035  # The same for experts in the only layout that the learner can read (measured: 1.032).
 HEAD_TILE = 32768  # Vocabulary entries in a tile of logits, as in TRL.
 # A communicator's buffers grow with the bandwidth between the GPUs: users report 1.6 GB
 # (https://github.com/NVIDIA/nccl/issues/864), and 0.5 to 0.7 on A100s (.../964). We have not measured them.
@@ -170,23 +170,26 @@ def plan_engine(
 ) -> EnginePlan:
     """Plan vLLM's memory beside a trainer of `trainer` GiB.
 
-    The cache shall hold a whole rollout: vLLM has one group of full and one of sliding layers, and both take blocks of
-    KV_BLOCK tokens from a common pool (vllm/v1/core/kv_cache_utils.py). The completions of a prompt share its whole
-    blocks; a sliding layer keeps its window and the tokens of two prefill steps."""
+    The cache should hold a whole rollout. vLLM groups the layers into full and sliding ones, and both groups take
+    blocks of KV_BLOCK tokens from one pool (vllm/v1/core/kv_cache_utils.py). The completions of a prompt share the
+    blocks that it fills; a sliding layer keeps its window and the tokens of two prefill steps."""
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)
     layers = max(kinds.count("full_attention"), kinds.count("sliding_attention"), 1)
-    block = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
+    block_gib = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
     window, length = config.get("sliding_window") or 0, prompt_len + settings.MAX_COMPLETION_LEN
     # Rounded up, because max_model_len is part of vLLM's compile cache key: similar prompts should not recompile.
     longest = max(length, min(-(-length // 1024) * 1024, config.get("max_position_embeddings", length)))
-    whole, shared = -(-length // KV_BLOCK), prompt_len // KV_BLOCK
-    sliding = min(whole, -(-(window + 1) // KV_BLOCK) + 1)
-    in_flight = 2 * BATCHED_TOKENS // KV_BLOCK
+    # Numbers of blocks: of a prompt with its completion, of the prompt alone, of a sliding layer, of two prefill steps.
+    row_blocks, prompt_blocks = -(-length // KV_BLOCK), prompt_len // KV_BLOCK
+    sliding_blocks = min(row_blocks, -(-(window + 1) // KV_BLOCK) + 1)
+    prefill_blocks = 2 * BATCHED_TOKENS // KV_BLOCK
     prompts = -(-settings.STEPS_PER_GENERATION * settings.PROMPTS_PER_STEP // machine.ranks)
     group = settings.NUM_GENERATIONS
-    wanted = (1 + in_flight + prompts * (shared + group * (whole - shared + sliding))) * block
-    most = -(-longest // KV_BLOCK)
-    least = (2 + most + min(most, -(-window // KV_BLOCK) + in_flight)) * block
+    group_blocks = prompt_blocks + group * (row_blocks - prompt_blocks + sliding_blocks)
+    cache_wanted = (1 + prefill_blocks + prompts * group_blocks) * block_gib
+    longest_blocks = -(-longest // KV_BLOCK)
+    least_blocks = 2 + longest_blocks + min(longest_blocks, -(-window // KV_BLOCK) + prefill_blocks)
+    cache_least = least_blocks * block_gib
     weights = checkpoint_gib(config) * PADDED
     # vLLM reserves memory for an adapter on the experts of every layer, even if LORA_TARGETS names single ones.
     if settings.ROLLOUT_SYNC == "lora" and expert_words(settings.LORA_TARGETS):
@@ -199,14 +202,14 @@ def plan_engine(
     room, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
     if settings.VLLM_GPU_MEM is not None:
         room, where = machine.gpu_total * settings.VLLM_GPU_MEM, f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
-    cache = max(min(max(wanted, least), room - weights - scratch), 0.0)
+    cache = max(min(max(cache_wanted, cache_least), room - weights - scratch), 0.0)
     completions = f"{group} completions of {settings.MAX_COMPLETION_LEN}"
     rollout = "one step" if settings.STEPS_PER_GENERATION == 1 else "one rollout"
     reason = f"{rollout}: {prompts} prompts of {prompt_len} tokens x {completions}"
-    if cache < wanted:
-        part = f"{cache / wanted:.0%} of the {wanted:.1f} GiB they may need"
+    if cache < cache_wanted:
+        part = f"{cache / cache_wanted:.0%} of the {cache_wanted:.1f} GiB they may need"
         reason += f"; {where} leaves {part}, the rest waits its turn"
-    return EnginePlan(weights, scratch, cache, reason, least, ASLEEP_GIB, longest, seqs, capture_sizes(seqs))
+    return EnginePlan(weights, scratch, cache, reason, cache_least, ASLEEP_GIB, longest, seqs, capture_sizes(seqs))
 
 
 def divisors(total: int) -> list[int]:
@@ -216,43 +219,44 @@ def divisors(total: int) -> list[int]:
 
 
 def attention_elements(config: ModelConfig) -> int:
-    """Elements of a token's queries, keys and values in one layer."""
+    """The number of elements of a token's queries, keys and values in one layer."""
     return int((config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"])
 
 
-def learning_gib(settings: Settings, shapes: Shapes, rows: int) -> float:
-    """GiB that forward and backward pass of a micro-batch of `rows` completions need beside the weights."""
-    config, prompt_len = shapes.config, shapes.prompt_len
+def learning_gib(settings: Settings, inputs: PlanInputs, rows: int) -> float:
+    """GiB that the forward and backward pass of a micro-batch of `rows` completions need beside the weights."""
+    config, prompt_len = inputs.config, inputs.prompt_len
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
-    tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, shapes.share_prompts))
+    tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, inputs.share_prompts))
     longest = prompt_len + settings.MAX_COMPLETION_LEN
-    if shapes.share_prompts:
+    if inputs.share_prompts:
         longest = bucket(prompt_len + min(rows, settings.NUM_GENERATIONS) * settings.MAX_COMPLETION_LEN)
-    scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if shapes.attention == "eager" else 0
+    scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if inputs.attention == "eager" else 0
     # Bytes of a token in one layer's backward pass: its experts' two products with their gradients; queries, keys,
     # values; norms in float32. The head's peak is at another time: states, their gradient, one tile of logits.
     per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * attention_elements(config) + 16 * hidden
     if expert_words(settings.LORA_TARGETS):  # The inputs of both products, and the adapter's part of the results.
         per_token += 2 * top * (3 * config["intermediate_size"] + 2 * hidden)
-    kept = tokens * hidden * 2 * layers
+    saved = tokens * hidden * 2 * layers
     if not settings.GRADIENT_CHECKPOINTING:
-        # For each token autograd keeps the results of both products, queries, keys, values, the attention's result, and
+        # For each token autograd saves the results of both products, queries, keys, values, the attention's result, and
         # the norms' inputs (in float32 too) and results: half of the peak of one layer's backward pass.
-        kept_per_token = 2 * top * (2 * config["intermediate_size"] + hidden) + 16 * hidden
-        kept_per_token += 2 * (attention_elements(config) + config["num_attention_heads"] * config["head_dim"])
+        saved_per_token = 2 * top * (2 * config["intermediate_size"] + hidden) + 16 * hidden
+        saved_per_token += 2 * (attention_elements(config) + config["num_attention_heads"] * config["head_dim"])
         if expert_words(settings.LORA_TARGETS):  # The inputs of both products.
-            kept_per_token += 2 * top * (config["intermediate_size"] + hidden)
-        kept = (tokens * kept_per_token + scores) * layers
-    scored = rows * settings.MAX_COMPLETION_LEN
-    head = min(scored, 4096) * min(config["vocab_size"], HEAD_TILE) * 2 + (tokens * 2 + scored * 8) * hidden
-    return (kept + max(tokens * per_token + scores, head)) / GIB + 0.1
+            saved_per_token += 2 * top * (config["intermediate_size"] + hidden)
+        saved = (tokens * saved_per_token + scores) * layers
+    completion_tokens = rows * settings.MAX_COMPLETION_LEN
+    tile = min(completion_tokens, 4096) * min(config["vocab_size"], HEAD_TILE) * 2
+    head = tile + (tokens * 2 + completion_tokens * 8) * hidden
+    return (saved + max(tokens * per_token + scores, head)) / GIB + 0.1
 
 
-def generation_gib(settings: Settings, shapes: Shapes, completions: int) -> float:
-    """GiB beside the weights with which one process generates its part of `completions` in transformers: the key-value
-    cache, which a GPU allocates in full from the start, and the larger of prefill and a decoding step."""
-    config, prompt_len, gpu = shapes.config, shapes.prompt_len, shapes.machine.gpus
-    rows = -(-completions // shapes.machine.ranks)
+def generation_gib(settings: Settings, inputs: PlanInputs, completions: int) -> float:
+    """GiB that one process needs beside the weights to generate its part of `completions` with transformers: the
+    key-value cache, which on a GPU is allocated in full from the start, and the larger of prefill and decoding step."""
+    config, prompt_len, gpu = inputs.config, inputs.prompt_len, inputs.machine.gpus
+    rows = -(-completions // inputs.machine.ranks)
     layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
     length = prompt_len + settings.MAX_COMPLETION_LEN
     window = min(length, config.get("sliding_window") or length)
@@ -265,23 +269,24 @@ def generation_gib(settings: Settings, shapes: Shapes, completions: int) -> floa
     return (cache + max(prefill, step)) / GIB
 
 
-def gains_speed(settings: Settings, shapes: Shapes, rows: int) -> bool:
-    """Whether a micro-batch of `rows` completions is still faster than a smaller one: beyond that, matrix products are
-    large enough and fixed costs are spread over enough tokens."""
-    if (shapes.prompt_len + settings.MAX_COMPLETION_LEN) * shapes.config["hidden_size"] < 100_000:
+def gains_speed(settings: Settings, inputs: PlanInputs, rows: int) -> bool:
+    """Whether a micro-batch of `rows` completions is faster per token than a smaller one. From some size on it is not:
+    matrix products are large enough, and fixed costs are spread over enough tokens."""
+    if (inputs.prompt_len + settings.MAX_COMPLETION_LEN) * inputs.config["hidden_size"] < 100_000:
         return rows <= 64
-    return micro_batch_tokens(settings, rows, shapes.prompt_len, shapes.share_prompts) <= MICRO_BATCH_TOKENS
+    return micro_batch_tokens(settings, rows, inputs.prompt_len, inputs.share_prompts) <= MICRO_BATCH_TOKENS
 
 
-def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
-    """Memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH where they are `auto`.
+def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
+    """The memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH if they are `auto`.
 
     The estimate adds up BF16 weights, a float32 adapter with gradients and two AdamW moments, and the larger of rollout
-    and learning. EXPERTS=mxfp4 stores experts in 4.25 bits, with one layer dequantized at a time. With `shared`, the
-    engine holds experts, embeddings and head, also asleep; with `paged` they leave the GPU while it is awake."""
-    config, machine, layers = shapes.config, shapes.machine, shapes.config["num_hidden_layers"]
+    and learning. EXPERTS=mxfp4 stores experts in 4.25 bits, with one layer dequantized at a time. With `shared`,
+    vLLM holds experts, embeddings and head on the GPU even while it sleeps, and the learner has none of its own; with
+    `paged` the learner's leave the GPU while vLLM is awake."""
+    config, machine, layers = inputs.config, inputs.machine, inputs.config["num_hidden_layers"]
     counts = count_parameters(config)
-    weights, tables = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
+    weights, embeddings = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
     packed = expert_elements(config) * layers * 4.25 / 8 / GIB
     if settings.EXPERTS not in ("bf16", None):
         weights += packed + expert_elements(config) * 2 * (1 - layers) / GIB
@@ -289,14 +294,14 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
     adapter = adapter_parameters(config, settings.LORA_R, matrices) * 16 / GIB
     nccl = NCCL_GIB if machine.gpus and machine.ranks > 1 else 0.0
     engine, paged, lent = None, 0.0, 0.0
-    if shapes.beside_vllm and settings.USE_VLLM is not False:
+    if inputs.beside_vllm and settings.USE_VLLM is not False:
         if settings.EXPERTS == "shared":
-            weights -= packed + tables
-            lent = packed * SWIZZLED + tables
+            weights -= packed + embeddings
+            lent = packed * SWIZZLED + embeddings
         if settings.EXPERTS == "paged":
-            paged = packed + tables
+            paged = packed + embeddings
         trainer = weights - paged + adapter + nccl
-        engine = plan_engine(settings, config, machine, shapes.prompt_len, trainer)
+        engine = plan_engine(settings, config, machine, inputs.prompt_len, trainer)
         engine = dataclasses.replace(engine, asleep=engine.asleep + lent, lent=lent)
 
     free = machine.gpu_free if machine.gpus else machine.ram_share
@@ -304,37 +309,37 @@ def plan_memory(settings: Settings, shapes: Shapes) -> Plan:
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - nccl
     room -= engine.asleep if engine else 0.0
     total = settings.completions_per_rollout
-    own = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS  # Completions of a process.
+    rank_completions = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
-        useful = [n for n in divisors(own) if gains_speed(settings, shapes, n)] or [1]
-        micro = max((n for n in useful if learning_gib(settings, shapes, n) <= room), default=1)
-        fit = f"whose {learning_gib(settings, shapes, micro):.1f} GiB fit beside the weights in {where}"
-        micro_reason = f"largest divisor of {own} up to {useful[-1]} {fit}"
-    micro = min(micro, own)
+        useful = [n for n in divisors(rank_completions) if gains_speed(settings, inputs, n)] or [1]
+        micro = max((n for n in useful if learning_gib(settings, inputs, n) <= room), default=1)
+        fit = f"whose {learning_gib(settings, inputs, micro):.1f} GiB fit beside the weights in {where}"
+        micro_reason = f"largest divisor of {rank_completions} up to {useful[-1]} {fit}"
+    micro = min(micro, rank_completions)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if settings.DIRECT_ANSWERS:
         chunk, chunk_reason = micro, "nothing is generated: the learner's micro-batches choose one token a prompt"
     elif chunk is None:
-        chunk = max((n for n in divisors(total) if generation_gib(settings, shapes, n) <= room), default=1)
-        fit = f"whose cache and prefill ({generation_gib(settings, shapes, chunk):.1f} GiB) fit in {where}"
+        chunk = max((n for n in divisors(total) if generation_gib(settings, inputs, n) <= room), default=1)
+        fit = f"whose cache and prefill ({generation_gib(settings, inputs, chunk):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
-    # Choosing a token (DIRECT_ANSWERS) is a part of what learning takes.
-    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, shapes, chunk)
-    learning = learning_gib(settings, shapes, micro)
+    # Choosing tokens (DIRECT_ANSWERS) takes less memory than learning.
+    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, inputs, chunk)
+    learning = learning_gib(settings, inputs, micro)
     # If there is room, all of the engine's weights stay on the GPU, so that sleeping and waking copy nothing.
     if engine and lent and learning <= room - engine.on_host:
         engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
     batches = micro, micro_reason, chunk, chunk_reason
-    return Plan(weights, adapter, generation, learning, *batches, engine, shapes.prompt_len, paged, nccl)
+    return Plan(weights, adapter, generation, learning, *batches, engine, inputs.prompt_len, paged, nccl)
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:
-    """Why a plan does not fit into GPU_SHARE of the GPU's free memory; '' if it fits."""
+    """Why a plan does not fit into the GPU's free memory, '' if it fits. GPU_SHARE of it may be used; by vLLM's rollout
+    all of it, because `plan_engine` leaves a margin unless the user sets VLLM_GPU_MEM."""
     free, engine = machine.gpu_free, plan.engine
     if engine and engine.cache < engine.cache_least:
         return f"vLLM would have {engine.cache:.1f} GiB of cache, but one completion may need {engine.cache_least:.1f}"
-    # The engine's plan already has a margin, unless the user set VLLM_GPU_MEM.
     learning = f"learning in micro-batches of {plan.micro_batch}", plan.learning_peak, GPU_SHARE
     for part, need, share in (learning, ("the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE)):
         if need > free * share:
@@ -343,7 +348,8 @@ def memory_shortfall(plan: Plan, machine: Machine) -> str:
 
 
 def host_shortfall(plan: Plan, machine: Machine) -> str:
-    """Why the weights that a plan keeps in host memory do not fit beside the 2 GiB of a process; '' if they fit."""
+    """Why the weights that a plan keeps in host memory do not fit beside the 2 GiB that a process takes; '' if they
+    do."""
     if not plan.on_host or plan.on_host + 2 <= machine.ram_share:
         return ""
     engine = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
@@ -357,35 +363,36 @@ def without_vllm(settings: Settings) -> Changes:
     return {"EXPERTS": "mxfp4", "USE_VLLM": False} if settings.EXPERTS in BESIDE_VLLM else {"USE_VLLM": False}
 
 
-def assignments(changes: Changes) -> str:
-    """The changes as text in the form in which a user sets them."""
+def format_changes(changes: Changes) -> str:
+    """The changes as a user would set them: `NAME=VALUE and NAME=VALUE`."""
     return " and ".join(f"{name}={show(value)}" for name, value in changes.items())
 
 
-def memory_advice(settings: Settings, shapes: Shapes) -> str:
+def memory_advice(settings: Settings, inputs: PlanInputs) -> str:
     """Advice for a run that does not fit the GPU: every single change that makes it fit, or else all of them."""
     trials: list[Changes] = [{"VLLM_GPU_MEM": None}, {"GRADIENT_CHECKPOINTING": True}]
     trials += [{"GENERATION_BATCH": None}, {"MICRO_BATCH": None}]
-    if packed := [kind for kind in shapes.expert_kinds(settings) if kind != "bf16"]:
-        fitting = [kind for kind in packed if shapes.fits(settings, {"EXPERTS": kind})]
+    if packed := [kind for kind in inputs.expert_kinds(settings) if kind != "bf16"]:
+        fitting = [kind for kind in packed if inputs.fits(settings, {"EXPERTS": kind})]
         trials.append({"EXPERTS": fitting[0] if fitting else "mxfp4"})
     trials.append(without_vllm(settings))
     trials = [trial for trial in trials if any(value != getattr(settings, name) for name, value in trial.items())]
     together = {name: value for trial in trials for name, value in trial.items()}
     beside_vllm = {name: value for trial in trials[:-1] for name, value in trial.items()}
     for candidates in (trials, [beside_vllm], [together]):
-        if remedies := [assignments(trial) for trial in candidates if shapes.fits(settings, trial)]:
+        if remedies := [format_changes(trial) for trial in candidates if inputs.fits(settings, trial)]:
             return f"With all else as set, {' or '.join(remedies)} fits"
     return "Free some memory (nvidia-smi names its users), lower MAX_COMPLETION_LEN, or rent a larger GPU"
 
 
 def bucket(length: int) -> int:
-    """`length` rounded up by at most an eighth, so that few shapes occur and torch's allocator reuses its blocks."""
+    """`length` rounded up to one of a few sizes, an eighth or 32 apart, so that torch's allocator reuses its blocks."""
     step = max(32, 2 ** (max(length - 1, 1).bit_length() - 4))
     return -(-length // step) * step
 
 
-def micro_batch_tokens(settings: Settings, micro_batch: int, prompt_len: int, share: bool) -> int:
-    """Tokens of the largest micro-batch: `micro_batch` completions of MAX_COMPLETION_LEN with their prompts."""
-    prompts = -(-micro_batch // settings.NUM_GENERATIONS) if share else micro_batch
+def micro_batch_tokens(settings: Settings, micro_batch: int, prompt_len: int, share_prompts: bool) -> int:
+    """Tokens of the largest micro-batch: `micro_batch` completions of MAX_COMPLETION_LEN with their prompts.
+    `share_prompts`: the completions of a prompt share one copy of it."""
+    prompts = -(-micro_batch // settings.NUM_GENERATIONS) if share_prompts else micro_batch
     return prompts * prompt_len + micro_batch * settings.MAX_COMPLETION_LEN

@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from grpo.plan.hub import ModelConfig
-from grpo.settings import Problems, nearest, split_commas
+from grpo.settings import Problems, nearest_hint, split_commas
 
 # The modules that PEFT's `all-linear` adapts in a gpt-oss. Its router and experts are raw parameters, not modules.
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-EXPERTS = re.compile(r"(?:([0-9]{1,4})\.)?experts")  # `experts` of every layer, `7.experts` of one.
-UNKNOWN_LAYERS = 100  # The number of layers that checks assume without a config.json.
-# PEFT wraps the second parameter of a module around the first.
+EXPERTS_WORD = re.compile(r"(?:([0-9]{1,4})\.)?experts")  # `experts` of every layer, `7.experts` of one.
+UNKNOWN_LAYERS = 100  # The number of layers that checks assume if there is no config.json.
+# The experts' module in an adapter, by parameter: PEFT adapts the second one in a wrapper around that of the first.
 STEMS = {"gate_up_proj": "mlp.experts.base_layer", "down_proj": "mlp.experts"}
 MODULES = STEMS | {name: f"self_attn.{name}" for name in LINEAR_MODULES}
 TENSOR = re.compile(
@@ -29,7 +29,7 @@ def word_matrices(word: str, layers: int) -> list[Matrix] | None:
     """The matrices that a word of LORA_TARGETS matches in a model of `layers` layers; None if the word is unknown."""
     numbers: Sequence[int] = range(layers)
     names: Sequence[str] = LINEAR_MODULES
-    if match := EXPERTS.fullmatch(word):
+    if match := EXPERTS_WORD.fullmatch(word):
         names = EXPERT_PARAMETERS
         numbers = [int(match[1])] if match[1] else numbers
     elif word in LINEAR_MODULES:
@@ -46,7 +46,7 @@ def target_matrices(targets: str, layers: int) -> set[Matrix]:
 
 def expert_words(targets: str) -> list[str]:
     """The words of LORA_TARGETS that name experts."""
-    return [word for word in split_commas(targets) if EXPERTS.fullmatch(word)]
+    return [word for word in split_commas(targets) if EXPERTS_WORD.fullmatch(word)]
 
 
 def peft_targets(targets: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def peft_targets(targets: str) -> dict[str, Any]:
 
 
 def matrix_sizes(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
-    """(number of matrices, inputs, outputs) by name, for everything in a layer that an adapter can change."""
+    """Name -> (number of matrices, inputs, outputs), for everything in a layer that an adapter can change."""
     hidden, head, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     experts = config["num_local_experts"]
@@ -74,7 +74,7 @@ def matrix_sizes(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
 
 
 def expected_shapes(config: ModelConfig, rank: int, targets: str) -> dict[str, list[int]]:
-    """Shapes of an adapter's tensors as PEFT saves them, by name; `targets` is its LORA_TARGETS, `rank` its LORA_R."""
+    """Name -> shape of each tensor that PEFT saves of an adapter with LORA_R=`rank` and LORA_TARGETS=`targets`."""
     shapes: dict[str, list[int]] = {}
     sizes, matrices = matrix_sizes(config), target_matrices(targets, config["num_hidden_layers"])
     for layer in range(config["num_hidden_layers"]):
@@ -92,8 +92,8 @@ def matrix_of(tensor: str) -> Matrix | None:
     return int(match[1]), {module: name for name, module in MODULES.items()}[match[2]]
 
 
-def checkpoint_name(tensor: str) -> str:
-    """The name of the checkpoint's weight that an adapter's tensor changes."""
+def checkpoint_weight(tensor: str) -> str:
+    """The name of the weight in the base model's checkpoint that the tensor of an adapter changes."""
     layer, name = matrix_of(tensor) or (0, tensor)
     return f"model.layers.{layer}." + (f"mlp.experts.{name}" if name in STEMS else f"self_attn.{name}.weight")
 
@@ -115,20 +115,20 @@ def shortest_targets(matrices: Collection[Matrix], layers: int) -> str:
 
 
 def target_lines(targets: str, config: ModelConfig, rank: int) -> Iterator[str]:
-    """For each word of LORA_TARGETS a line with the number of its matrices and of an adapter's parameters there."""
+    """A line for each word of LORA_TARGETS: its number of matrices, and of an adapter's parameters on them."""
     for word in dict.fromkeys(split_commas(targets)):
         matrices = word_matrices(word, config["num_hidden_layers"]) or ()
         yield f"{word}: {len(matrices)} matrices, {adapter_parameters(config, rank, matrices):,} parameters"
 
 
 def check_targets(targets: str, config: ModelConfig | None, problems: Problems) -> None:
-    """Checks that every word of LORA_TARGETS matches something; `config` is None if it is unknown."""
+    """Checks that every word of LORA_TARGETS matches something. `config` is None if the model could not be read."""
     layers = config["num_hidden_layers"] if config else UNKNOWN_LAYERS
     fix = f"Use all-linear, some of {', '.join(LINEAR_MODULES)}, experts (of all layers), or 7.experts (of layer 7)"
     for word in split_commas(targets):
         matrices = word_matrices(word, layers)
         if matrices is None:
-            near = nearest(word, ("all-linear", *LINEAR_MODULES, "experts"))
+            near = nearest_hint(word, ("all-linear", *LINEAR_MODULES, "experts"))
             problems.add("LORA_TARGETS", f"{word!r} is nothing in gpt-oss that takes an adapter{near}", fix)
         elif not matrices:
             problems.add(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of the adapter: as the settings have it, or as the adapter has it that the run starts from."""
+"""The rank, alpha and targets of the adapter: from the settings, or from the adapter that INIT_ADAPTER names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from grpo.plan.hub import ModelConfig, read_json
 from grpo.plan.targets import expected_shapes, target_matrices
 from grpo.run.best import adapter_fault
 from grpo.run.durable import file_sha256
-from grpo.run.folder import ADAPTER, RunState
+from grpo.run.folder import RunState
+from grpo.run.layout import ADAPTER
 from grpo.settings import Problems, Settings, show
 
 CONFIG = "adapter_config.json"
-WHICH = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"
+NAME_AN_ADAPTER = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"
 
 
 def lora_options(s: Settings) -> dict[str, Any]:
@@ -31,14 +32,14 @@ def missing_files(folder: Path) -> list[str]:
     return [name for name in (CONFIG, ADAPTER) if not (folder / name).is_file()]
 
 
-def on_experts(folder: Path) -> bool:
+def is_on_experts(folder: Path) -> bool:
     """Whether the adapter in `folder` is on experts, alone or among others."""
     return bool(read_json(folder / CONFIG).get("target_parameters"))
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Shape of every tensor by name, from the header of a safetensors file. Raises ValueError where it is damaged, and
-    OSError."""
+    """Shape of every tensor by name, from the header of a safetensors file. Raises ValueError if it is damaged, and
+    OSError if it cannot be read."""
     from safetensors import SafetensorError, safe_open  # Inside, so that the preflight can name missing packages.
 
     try:
@@ -49,29 +50,29 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
 
 
 def read_adapter(folder: Path, model: ModelConfig) -> dict[str, Any]:
-    """LORA_R, LORA_ALPHA and LORA_TARGETS of the adapter in `folder`. Raises OSError, and ValueError with a sentence
-    where it cannot be read, or is not made for the model with this config.json."""
+    """LORA_R, LORA_ALPHA and LORA_TARGETS of the adapter in `folder`. Raises OSError if it cannot be read, and
+    ValueError with the reason if this program cannot train it on the model with the config.json `model`."""
     config, shapes = read_json(folder / CONFIG), tensor_shapes(folder / ADAPTER)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if config.get("peft_type") != "LORA" or type(rank) is not int or not isinstance(alpha, int | float):
         raise ValueError(f"{CONFIG} is not that of a LoRA adapter")
-    for name in ("use_rslora", "alpha_pattern"):  # All other options show in the tensors.
+    for name in ("use_rslora", "alpha_pattern"):  # All other options change the tensors, which are compared below.
         if config.get(name):
             fault = f"it was made with PEFT's {name}"
             raise ValueError(f"{fault}, and this program scales all modules by LORA_ALPHA / LORA_R")
     matrices = {matrix for name in shapes if (matrix := targets.matrix_of(name))}
-    words = targets.shortest_targets(matrices, model["num_hidden_layers"])
-    expected = expected_shapes(model, rank, words)
+    lora_targets = targets.shortest_targets(matrices, model["num_hidden_layers"])
+    expected = expected_shapes(model, rank, lora_targets)
     for name in [*shapes, *expected]:
         if shapes.get(name) != expected.get(name):
-            theirs, ours = (str(tensors.get(name, "not there")) for tensors in (shapes, expected))
-            raise ValueError(f"it is no LoRA of rank {rank} for this model: {name} is {theirs} in it, expected {ours}")
-    return {"LORA_R": rank, "LORA_ALPHA": float(alpha), "LORA_TARGETS": words}
+            actual, right = (str(tensors.get(name, "not there")) for tensors in (shapes, expected))
+            raise ValueError(f"it is no LoRA of rank {rank} for this model: {name} is {actual}, expected {right}")
+    return {"LORA_R": rank, "LORA_ALPHA": float(alpha), "LORA_TARGETS": lora_targets}
 
 
 @dataclass(frozen=True)
 class StartAdapter:
-    """What INIT_ADAPTER brings: rank, alpha and targets by the name of the setting, and the SHA-256 of its weights."""
+    """The adapter that a run starts from: its rank, alpha and targets by setting, and the SHA-256 of its weights."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None  # None where the run starts from a fresh adapter.
@@ -80,38 +81,38 @@ class StartAdapter:
 def read_start_adapter(
     settings: Settings, sources: Mapping[str, str], model: ModelConfig | None, problems: Problems
 ) -> StartAdapter:
-    """The adapter that INIT_ADAPTER names. Adds a problem where it cannot be used, and for each setting of the user's
-    that says something else; `sources` tells where each setting came from."""
+    """The adapter that INIT_ADAPTER names. Adds a problem if it cannot be used, and for each setting of the user's that
+    contradicts it; `sources` tells where each setting came from."""
     folder, where = Path(settings.INIT_ADAPTER).expanduser(), f"INIT_ADAPTER={settings.INIT_ADAPTER}"
     if not settings.INIT_ADAPTER:
         return StartAdapter()
     if missing := missing_files(folder):
-        problems.add(where, f"{' and '.join(missing)} not found there", WHICH)
-    if missing or model is None:  # Without a model there is a problem already.
+        problems.add(where, f"{' and '.join(missing)} not found there", NAME_AN_ADAPTER)
+    if missing or model is None:  # A missing model is a problem already.
         return StartAdapter()
     try:
         if fault := adapter_fault(folder):
             raise ValueError(fault)
-        own = read_adapter(folder, model)
+        adapter_settings = read_adapter(folder, model)
         digest = file_sha256(folder / ADAPTER)
     except (ImportError, OSError, ValueError) as error:
-        problems.add(where, str(error), WHICH)
+        problems.add(where, str(error), NAME_AN_ADAPTER)
         return StartAdapter()
     layers = model["num_hidden_layers"]
-    for name, value in own.items():
+    for name, value in adapter_settings.items():
         setting = getattr(settings, name)
-        same = setting == value
+        is_same = setting == value
         if name == "LORA_TARGETS":
-            same = target_matrices(setting, layers) == target_matrices(value, layers)
-        if sources[name] == "environment" and not same:
+            is_same = target_matrices(setting, layers) == target_matrices(value, layers)
+        if sources[name] == "environment" and not is_same:
             fault = f"it was set to {show(setting)}, and the adapter in {settings.INIT_ADAPTER} has {show(value)}"
             problems.add(name, fault, f"Unset it (the adapter's own is taken), or set {name}={show(value)}")
-    return StartAdapter(own, digest)
+    return StartAdapter(adapter_settings, digest)
 
 
-def check_start(settings: Settings, run: RunState, digest: str | None, problems: Problems) -> None:
-    """A resumed run began with these very weights: its name may hold others by now."""
+def check_start_adapter(settings: Settings, run: RunState, digest: str | None, problems: Problems) -> None:
+    """Checks that a resumed run began with the weights that INIT_ADAPTER holds now: the folder may have new ones."""
     if digest and run.choices and run.choices.get("init_adapter") != digest:
-        fault = f"the run in {run.folder} began with other weights than those that are there now"
+        fault = f"the run in {run.folder} began with other weights than it holds now"
         fix = "Put the adapter that it began with back, choose another OUTPUT_DIR, or set OVERWRITE=1"
         problems.add(f"INIT_ADAPTER={settings.INIT_ADAPTER}", fault, fix)

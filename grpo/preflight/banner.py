@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a run in words: `--check` prints it, and a run begins with it."""
+"""The plan of a run as text: `--check` prints it, and every run prints it first."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from grpo.settings import FIELDS, show
 
 
 def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
-    """The settings that are not at their defaults (`every_setting`: all of them) with units and where each came from,
-    and what the run makes of them: sizes, and every choice with its reason."""
+    """The whole text: the settings that are not at their defaults (`every_setting`: all settings) with unit and source,
+    then sizes and choices with their reasons, then warnings."""
     lines = ["Settings" if every_setting else "Settings that are not at their defaults (`--check` shows all of them)"]
     for name, spec in FIELDS.items():
         value, source = getattr(resolved.settings, name), resolved.sources[name]
-        # MODEL_ID=tiny brings defaults of its own, and each automatic choice has a line with its reason below.
+        # MODEL_ID=tiny has its own defaults, and each automatic choice has a line with its reason below.
         if every_setting or (source not in ("default", "tiny", "chosen") and value != spec.default):
             lines.append(f"  {name:<22} {show(value):<28} {spec.metadata['unit']:<12} {source}")
-    lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in facts(resolved))]
+    lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in run_lines(resolved))]
     warnings = [*resolved.warnings, *data_warnings(resolved), *resolved.run.notes]
     return "\n".join([*lines, *map(banner_text, warnings)])
 
 
-def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
-    """(title, text) of each line about the run itself."""
+def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line below the settings: sizes, and every choice with its reason."""
     s, machine, rows, reasons = resolved.settings, resolved.machine, resolved.rows, resolved.reasons
     gpu = f"{machine.gpu}, {machine.gpu_free:.1f} of {machine.gpu_total:.1f} GiB free" if machine.gpus else "no GPU"
     yield "machine", f"{gpu}; {machine.cores} cores ({machine.arch}), {machine.ram_free:.1f} GiB of memory free"
@@ -49,7 +49,7 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
         yield "processes", processes_text(resolved)
     yield "length", f"{length}: {reasons['total_steps']}"
     run = resolved.run
-    yield from reward_facts(resolved)
+    yield from reward_lines(resolved)
     if s.INIT_ADAPTER:
         shape = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
         yield "adapter", f"starts from {s.INIT_ADAPTER}: {shape}; KL and `before` mean the base model without it"
@@ -63,14 +63,14 @@ def facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     if resolved.use_vllm:
         yield "weight sync", f"{s.ROLLOUT_SYNC}: {reasons['rollout_sync']}"
     yield "experts", f"{s.EXPERTS}: {reasons['experts']}"
-    yield from evaluation_facts(resolved)
+    yield from evaluation_lines(resolved)
     yield "clip range", f"{s.EPSILON:g} below, {resolved.epsilon_high:g} above: {reasons['epsilon_high']}"
     if resolved.plan:
-        yield from memory_facts(resolved.plan, machine, s.DIRECT_ANSWERS)
+        yield from memory_lines(resolved.plan, machine, s.DIRECT_ANSWERS)
     yield "OUTPUT_DIR", f"{run.folder}: {output_dir_text(resolved)}"
 
 
-def reward_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
+def reward_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     """(title, text) of each line about the reward functions."""
     is_unusable = any(problem.startswith("REWARDS") for problem in resolved.problems)
     specs = [] if is_unusable else resolved.reward_specs
@@ -82,7 +82,7 @@ def reward_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
 
 
 def output_dir_text(resolved: ResolvedRun) -> str:
-    """What becomes of OUTPUT_DIR."""
+    """Says what the run does with OUTPUT_DIR."""
     run = resolved.run
     if any(problem.startswith("OUTPUT_DIR=") for problem in resolved.problems):
         return "cannot be used, see below"
@@ -91,8 +91,9 @@ def output_dir_text(resolved: ResolvedRun) -> str:
     return f"continues from step {run.step}" if run.checkpoint else "starts at step 0"
 
 
-def evaluation_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
-    """(title, text) of each line about what is measured; nothing about a simulator in a run that is not about it."""
+def evaluation_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about evaluations. There is none about a simulator that the run has nothing to do
+    with."""
     s, reasons = resolved.settings, resolved.reasons
     if resolved.closed_loop.is_mentioned:
         yield "closed loop", f"{'on' if resolved.closed_loop.runs else 'off'}: {reasons['closed_loop']}"
@@ -100,13 +101,13 @@ def evaluation_facts(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
         yield "evaluation", f"none: {reasons['best_by']}"
         return
     kind = "exact" if resolved.exact else "sampled"
-    steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not while it trains"
+    steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not during training"
     yield "evaluation", f"{kind} at {s.EVAL_TEMPERATURE:g}, {reasons['exact']}; {steps}"
     yield "best adapter", f"by {resolved.best_by}: {reasons['best_by']}"
 
 
 def processes_text(resolved: ResolvedRun) -> str:
-    """How many processes share a step, and what each gets of it."""
+    """Says how many processes share a step, and how many prompts each of them gets."""
     machine, prompts = resolved.machine, resolved.settings.PROMPTS_PER_STEP
     shares = ", ".join(str(len(Ranks(rank, machine.ranks).share_out(prompts))) for rank in range(machine.ranks))
     own = "its own model and vLLM" if resolved.use_vllm else "its own model"
@@ -114,8 +115,8 @@ def processes_text(resolved: ResolvedRun) -> str:
     return f"{machine.ranks}{machines}, each with {own}: {shares} of {prompts} prompts"
 
 
-def memory_facts(plan: Plan, machine: Machine, direct: bool = False) -> Iterator[tuple[str, str]]:
-    """(title, text) of each line about memory and batch sizes, of one process. `direct`: nothing is generated."""
+def memory_lines(plan: Plan, machine: Machine, direct: bool = False) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about memory and batch sizes of one process. `direct`: nothing is generated."""
     yield "MICRO_BATCH", f"{plan.micro_batch}: {plan.micro_batch_reason}"
     if engine := plan.engine:
         parts = f"weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f}"
@@ -133,7 +134,7 @@ def memory_facts(plan: Plan, machine: Machine, direct: bool = False) -> Iterator
 
 
 def data_warnings(resolved: ResolvedRun) -> list[str]:
-    """Warnings about an evaluation that is not held out, or none at all."""
+    """Warnings if nothing is evaluated, and if held-out prompts are trained on."""
     warnings, rows, settings = [], resolved.rows, resolved.settings
     if rows and not resolved.eval_rows and settings.EVAL_SAMPLES and settings.EVAL_SHARE:
         warnings.append(
@@ -142,6 +143,6 @@ def data_warnings(resolved: ResolvedRun) -> list[str]:
         )
     trained, heldout = ({row.prompt or row.messages for row in part} for part in (rows, resolved.eval_rows))
     if shared := len(trained & heldout):
-        both = f"{shared} of {len(heldout)} held-out prompts are in DATA as well"
-        warnings.append(f"{both}: what they score was trained, not held out. Take them out of one of the two")
+        fault = f"{shared} of {len(heldout)} held-out prompts are in DATA as well"
+        warnings.append(f"{fault}: their scores are not held out. Remove them from DATA or from the held-out rows")
     return warnings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check that needs no training: settings, model, data, rewards, folder, memory and disk."""
+"""Every check before a run: settings, model, data, rewards, OUTPUT_DIR, memory and disk."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from grpo.data.scoring import is_by_action
 from grpo.plan import hub, memory
 from grpo.plan.hub import ModelConfig, ModelFiles
 from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
-from grpo.plan.memory import Shapes, assignments, host_shortfall, memory_shortfall, plan_memory
+from grpo.plan.memory import PlanInputs, format_changes, host_shortfall, memory_shortfall, plan_memory
 from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.preflight import choices
-from grpo.preflight.adapter import check_start
+from grpo.preflight.adapter import check_start_adapter
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, expected_reward_obstacles
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
 from grpo.run.folder import inspect_run
 from grpo.run.layout import existing_parent
 from grpo.run.ranks import Ranks
-from grpo.settings import Problems, Settings, load_settings, nearest, show, unknown_variables
+from grpo.settings import Problems, Settings, load_settings, nearest_hint, show, unknown_variables
 from grpo.settings_table import TASK_FILES
-from grpo.tasks.figure_text import part
+from grpo.tasks.figure_text import object_at
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
-    """ATTN_IMPL is known, and the GPU can run it; PACKING goes with it."""
+    """Checks that ATTN_IMPL is known, that the GPU can run it, and that it supports PACKING."""
     name, known = settings.ATTN_IMPL, ("auto", *ATTENTION)
-    capability = machine.capability if machine.gpus else 0  # Also 0 where it is unknown.
+    capability = machine.capability if machine.gpus else 0  # 0 also if nvidia-smi did not tell it.
     if name not in known and "/" not in name:
         fix = f"Use one of {', '.join(known)}, or a Hub kernel"
-        problems.add("ATTN_IMPL", f"{name!r} is unknown{nearest(name, known)}", fix)
+        problems.add("ATTN_IMPL", f"{name!r} is unknown{nearest_hint(name, known)}", fix)
     elif name not in ("auto", "eager") and not machine.gpus:
         problems.add("ATTN_IMPL", f"{name} needs a GPU and none is visible", "Set ATTN_IMPL=eager (or auto)")
     if 0 < capability < 8:
@@ -51,7 +51,7 @@ def check_attention(settings: Settings, machine: Machine, problems: Problems) ->
 
 
 def check_lora(settings: Settings, config: ModelConfig | None, problems: Problems) -> None:
-    """LORA_TARGETS matches something, and vLLM can follow by the chosen ROLLOUT_SYNC."""
+    """Checks that LORA_TARGETS matches something, and that ROLLOUT_SYNC can bring all of it to vLLM."""
     check_targets(settings.LORA_TARGETS, config, problems)
     experts = expert_words(settings.LORA_TARGETS)
     if experts and settings.ROLLOUT_SYNC == "merge" and settings.USE_VLLM is not False:
@@ -60,7 +60,8 @@ def check_lora(settings: Settings, config: ModelConfig | None, problems: Problem
 
 
 def check_batches(settings: Settings, ranks: int, problems: Problems) -> None:
-    """The completions of a step can be cut into batches, and shared by so many processes."""
+    """Checks that the completions of a rollout can be cut into batches, and a step's shared out among the `ranks`
+    processes."""
     prompts, total, chunk = settings.PROMPTS_PER_STEP, settings.completions_per_rollout, settings.GENERATION_BATCH
     if chunk and total % chunk and not settings.DIRECT_ANSWERS:
         near = min(memory.divisors(total), key=lambda n: abs(n - chunk))
@@ -74,7 +75,7 @@ def check_batches(settings: Settings, ranks: int, problems: Problems) -> None:
 
 
 def check_settings(settings: Settings, config: ModelConfig | None, machine: Machine, problems: Problems) -> None:
-    """Settings that contradict each other, the model's config.json or the machine."""
+    """Checks that the settings contradict neither each other nor the model's config.json nor the machine."""
     check_batches(settings, machine.ranks, problems)
     check_attention(settings, machine, problems)
     check_lora(settings, config, problems)
@@ -102,7 +103,8 @@ def check_settings(settings: Settings, config: ModelConfig | None, machine: Mach
 def check_experts(
     settings: Settings, config: ModelConfig | None, machine: Machine, use_vllm: bool, problems: Problems
 ) -> None:
-    """Where EXPERTS makes room for vLLM, that generates; with `shared` by kernels whose layout the learner reads."""
+    """Checks that vLLM generates if EXPERTS makes room for it, and with EXPERTS=shared also that it runs the kernels
+    whose weight layout the learner can read."""
     fault = ""
     if settings.EXPERTS in memory.BESIDE_VLLM and not use_vllm:
         fault = f"{settings.EXPERTS} is for a run beside vLLM, which does not generate here"
@@ -115,46 +117,47 @@ def check_experts(
 def check_direct(
     settings: Settings, names: Sequence[str], rows: Sequence[Row], tokenizer: Path | None, problems: Problems
 ) -> None:
-    """Where DIRECT_ANSWERS is set, no steps share a rollout, every row of DATA and EVAL_DATA tells the reward of each
-    action to the functions of these `names`, and one token names the action. `tokenizer`: a tokenizer.json, None where
-    there is none."""
+    """Checks for DIRECT_ANSWERS that no steps share a rollout, that every row of DATA and EVAL_DATA has the reward of
+    each action, that the reward functions `names` depend on nothing else, and that each action is one token.
+    `tokenizer`: a tokenizer.json, or None."""
     if not settings.DIRECT_ANSWERS:
         return
-    remedy = "or set DIRECT_ANSWERS=0"
+    otherwise = "or set DIRECT_ANSWERS=0"
     if settings.EXPECTED_REWARD is False:
         fault = "DIRECT_ANSWERS samples nothing: it learns from the rewards of all actions alone"
-        problems.add("EXPECTED_REWARD", fault, f"Unset it, {remedy}")
+        problems.add("EXPECTED_REWARD", fault, f"Unset it, {otherwise}")
     for name in ("STEPS_PER_GENERATION", "NUM_ITERATIONS"):
         if getattr(settings, name) > 1:
             fault = "DIRECT_ANSWERS samples nothing that several steps could share"
-            problems.add(name, fault, f"Leave it at 1, {remedy}")
+            problems.add(name, fault, f"Leave it at 1, {otherwise}")
     if sampled := [name for name in names if not is_by_action(name)]:
         fault = f"{', '.join(sampled)} may depend on more than row and action, and DIRECT_ANSWERS samples nothing else"
-        problems.add("REWARDS", fault, f"Leave it out, give a function of your own `by_action = True`, {remedy}")
+        problems.add("REWARDS", fault, f"Leave it out, give a function of your own `by_action = True`, {otherwise}")
     for obstacle in expected_reward_obstacles(settings, rows, names):
         fault = f"it learns from the rewards of all actions, and {obstacle}"
-        problems.add("DIRECT_ANSWERS", fault, f"Change that, {remedy}")
+        problems.add("DIRECT_ANSWERS", fault, f"Change that, {otherwise}")
     last = max((len(row.rewards) for row in rows), default=0) - 1
     if tokenizer and last >= 0 and count_tokens(tokenizer, [str(last)])[str(last)] > 1:
         fault = f"DIRECT_ANSWERS chooses one token, and its tokenizer writes `{last}` in several"
-        problems.add(f"MODEL_ID={settings.MODEL_ID}", fault, f"Number fewer actions, {remedy}")
+        problems.add(f"MODEL_ID={settings.MODEL_ID}", fault, f"Number fewer actions, {otherwise}")
 
 
 def check_top_p(settings: Settings, use_vllm: bool, problems: Problems) -> None:
-    """vLLM's log-probs are comparable with the learner's: with TOP_P below 1 they are renormalized over the nucleus,
-    and every importance ratio would carry its probability (https://github.com/huggingface/trl/issues/6789)."""
+    """Checks that vLLM's log-probs are comparable with the learner's. With TOP_P below 1 vLLM renormalizes its own over
+    the nucleus, so that every importance ratio is off by the nucleus's probability
+    (https://github.com/huggingface/trl/issues/6789)."""
     shares = settings.steps_per_rollout > 1
     if settings.TOP_P < 1 and use_vllm and (shares or settings.IS_CORRECTION != "none"):
         fault = (
-            "vLLM's log-probs are then those within the nucleus, the learner's are not: all importance ratios are wrong"
+            "vLLM renormalizes its log-probs over the nucleus, the learner does not: all importance ratios are wrong"
         )
         problems.add("TOP_P", fault, "Set TOP_P=1" if shares else "Set TOP_P=1, or IS_CORRECTION=none")
 
 
-def check_memory(settings: Settings, shapes: Shapes, problems: Problems) -> None:
-    """The model has as many positions, and the machine as much memory, as the run takes."""
-    plan, machine = plan_memory(settings, shapes), shapes.machine
-    engine, positions = plan.engine, shapes.config["max_position_embeddings"]
+def check_memory(settings: Settings, inputs: PlanInputs, problems: Problems) -> None:
+    """Checks that the model has enough positions, and the machine enough memory, for the run."""
+    plan, machine = plan_memory(settings, inputs), inputs.machine
+    engine, positions = plan.engine, inputs.config["max_position_embeddings"]
     room = positions - plan.prompt_len
     if room < settings.MAX_COMPLETION_LEN:
         fault = f"{settings.MAX_COMPLETION_LEN} are more than the model's {positions} positions"
@@ -165,7 +168,7 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems) -> None
         if shortfall := memory_shortfall(plan, machine):
             name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
             fault = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
-            problems.add(name, fault, memory.memory_advice(settings, shapes))
+            problems.add(name, fault, memory.memory_advice(settings, inputs))
     elif plan.weights > 4:
         fault = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", fault, "Run it where there is a GPU (docs/learner.md: Experts), or try MODEL_ID=tiny")
@@ -174,14 +177,15 @@ def check_memory(settings: Settings, shapes: Shapes, problems: Problems) -> None
         fault = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
         problems.add("memory", fault, f"Lower MICRO_BATCH or MAX_COMPLETION_LEN{fewer}")
     if shortfall := host_shortfall(plan, machine):
-        trials: list[memory.Changes] = [{"EXPERTS": kind} for kind in shapes.expert_kinds(settings)]
-        fitting = (trial for trial in [*trials, memory.without_vllm(settings)] if shapes.fits(settings, trial))
-        other = next((f", or set {assignments(trial)}" for trial in fitting), "")
+        trials: list[memory.Changes] = [{"EXPERTS": kind} for kind in inputs.expert_kinds(settings)]
+        fitting = (trial for trial in [*trials, memory.without_vllm(settings)] if inputs.fits(settings, trial))
+        other = next((f", or set {format_changes(trial)}" for trial in fitting), "")
         problems.add("memory", shortfall, f"Free some, or take a machine with more{fewer}{other}")
 
 
 def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: Problems) -> None:
-    """The disks have room for what the run writes, with an adapter of `adapter` GiB, and for what it downloads."""
+    """Checks that the disks have room for the files that the run writes and downloads. `adapter`: the GiB of its
+    adapter in training, as in `Plan`."""
     # Adapter and its two AdamW moments in float32, per kept checkpoint, plus the final adapter, the logs and the zip.
     output = adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
     cache = "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
@@ -200,19 +204,19 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
             problems.add(f"{name}={path}", fault, f"Free space, or point {name} to a larger disk")
 
 
-def continue_run(resolved: ResolvedRun, problems: Problems) -> ResolvedRun:
-    """The resolved run as it goes on from what OUTPUT_DIR holds, with the GENERATION_BATCH that `auto` chose at its
-    start: another one would sample differently. A problem where it generated otherwise."""
+def keep_generation_batch(resolved: ResolvedRun, problems: Problems) -> ResolvedRun:
+    """Returns the run with the GENERATION_BATCH that `auto` chose at its start, if it is resumed: another one would
+    sample differently. Adds a problem if it began with vLLM and would go on without, or the other way round."""
     run, settings = resolved.run, resolved.settings
     if not run.step or not resolved.plan:
         return resolved
-    rollouts, recorded = run.choices.get("rollouts"), part(run.choices, "plan").get("generation_batch")
+    rollouts, recorded = run.choices.get("rollouts"), object_at(run.choices, "plan").get("generation_batch")
     began_with_vllm = bool(rollouts[0]) if isinstance(rollouts, list) and rollouts else resolved.use_vllm
     if began_with_vllm != resolved.use_vllm and settings.USE_VLLM is None:
         before, now = f"USE_VLLM={int(began_with_vllm)}", f"USE_VLLM={int(resolved.use_vllm)}"
         fault = f"the run in {run.folder} was started with {before}, now it is {int(resolved.use_vllm)}"
         fault += f" ({resolved.reasons['use_vllm']})"
-        problems.add("USE_VLLM", fault, f"Set {before} to continue as before, {now} to go on like this")
+        problems.add("USE_VLLM", fault, f"Set {before} to continue as before, or {now} to change it")
     elif began_with_vllm == resolved.use_vllm and isinstance(recorded, int) and settings.GENERATION_BATCH is None:
         reason = "as the run was started"
         plan = dataclasses.replace(resolved.plan, generation_batch=recorded, generation_batch_reason=reason)
@@ -222,7 +226,8 @@ def continue_run(resolved: ResolvedRun, problems: Problems) -> ResolvedRun:
 
 def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> ResolvedRun:
     """The resolved run of the settings in `environ`, with all problems of all ranks that can be found without training.
-    It writes nothing, and only rank 0, which has locked OUTPUT_DIR, reads that: the others go on from the same step."""
+    It writes nothing. Only rank 0, which has locked OUTPUT_DIR, reads it, and tells the others from which step to go
+    on."""
     loaded, sources, problems = load_settings(environ)
     settings, sources = choices.choose_demo(loaded, sources)
     ranks = ranks or Ranks()
@@ -231,42 +236,43 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     run = resolved.run if ranks.rank else inspect_run(resolved.settings, resolved.rows, problems)
     step, recorded = ranks.broadcast((run.step, run.choices))
     resolved = dataclasses.replace(resolved, run=dataclasses.replace(run, step=step, choices=recorded))
-    resolved = continue_run(resolved, problems)
-    check_start(resolved.settings, resolved.run, resolved.adapter.digest, problems)
-    if resolved.files and resolved.shapes and resolved.plan:
-        check_memory(resolved.settings, resolved.shapes, problems)
+    resolved = keep_generation_batch(resolved, problems)
+    check_start_adapter(resolved.settings, resolved.run, resolved.adapter.digest, problems)
+    if resolved.files and resolved.inputs and resolved.plan:
+        check_memory(resolved.settings, resolved.inputs, problems)
         check_disk(resolved.settings, resolved.files, resolved.plan.adapter, problems)
     _, warnings = unknown_variables(environ)
     warnings += filter(None, [garbage_warning])
-    # No Hub kernel is known to handle attention sinks in its backward pass. For a gpt-oss transformers loads the first
-    # one where another has `flash` in its name (https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3).
+    # No Hub kernel is known to handle attention sinks in its backward pass
+    # (https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3). For a gpt-oss, transformers loads
+    # vllm-flash-attn3 in place of any other kernel with `flash` in its name.
     if "/" in (name := resolved.attention):
         warnings.append(f"ATTN_IMPL={name}: its gradients may be wrong (attention sinks). Use ATTN_IMPL=torch_flash")
-    return dataclasses.replace(resolved, problems=problems_of_ranks(resolved, problems), warnings=tuple(warnings))
+    return dataclasses.replace(resolved, problems=merge_rank_problems(resolved, problems), warnings=tuple(warnings))
 
 
-def problems_of_ranks(resolved: ResolvedRun, problems: Problems) -> Problems:
-    """Each problem of any rank once, the same on every rank: that of some ranks names these. Without problems, the
-    first setting or other input that differs between ranks."""
-    ranks, facts = resolved.ranks, {name: show(value) for name, value in vars(resolved.settings).items()}
-    facts |= {"GPUs": str(resolved.machine.gpus), "vLLM": "used" if resolved.use_vllm else "not used"}
-    facts |= {"rows of DATA and EVAL_DATA": data_fingerprint([*resolved.rows, *resolved.eval_rows])[:8]}
-    texts, inputs = zip(*ranks.share((problems, facts)), strict=True)
+def merge_rank_problems(resolved: ResolvedRun, problems: Problems) -> Problems:
+    """The problems of all ranks, the same list on every rank: each problem once, with the ranks that have it unless all
+    do. If there is none, the list holds the first setting or other input that differs between ranks."""
+    ranks, rank_input = resolved.ranks, {name: show(value) for name, value in vars(resolved.settings).items()}
+    rank_input |= {"GPUs": str(resolved.machine.gpus), "vLLM": "used" if resolved.use_vllm else "not used"}
+    rank_input |= {"rows of DATA and EVAL_DATA": data_fingerprint([*resolved.rows, *resolved.eval_rows])[:8]}
+    texts, rank_inputs = zip(*ranks.share((problems, rank_input)), strict=True)
     merged = Problems()
     for text in dict.fromkeys(text for rank_texts in texts for text in rank_texts):
         affected = [str(rank) for rank, rank_texts in enumerate(texts) if text in rank_texts]
         merged.append(text if len(affected) == ranks.size else f"{text} (rank {', '.join(affected)})")
-    for name, own in inputs[0].items() if not merged else ():
-        if rank := next((rank for rank in range(ranks.size) if inputs[rank][name] != own), 0):
+    for name, value in rank_inputs[0].items() if not merged else ():
+        if rank := next((rank for rank in range(ranks.size) if rank_inputs[rank][name] != value), 0):
             fix = "Every process needs one GPU, and every machine the same settings, files and packages"
-            merged.add(name, f"{own} on rank 0 and {inputs[rank][name]} on rank {rank}", fix)
+            merged.add(name, f"{value} on rank 0 and {rank_inputs[rank][name]} on rank {rank}", fix)
             break  # The other differences may follow from this one.
     return merged
 
 
 def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
-    """Settings, packages, machine and rows go together, and the reward functions can score the rows. Returns a warning
-    where garbage pays."""
+    """Checks that settings, packages, machine and rows go together, and that the reward functions can score the rows.
+    Returns the warning of `check_rewards`, or None."""
     settings, machine, use_vllm = resolved.settings, resolved.machine, resolved.use_vllm
     check_packages(settings, resolved.versions, problems, use_vllm)
     check_trackers(settings, problems)
@@ -280,16 +286,16 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
     names, every_row = [name for name, _ in resolved.reward_specs], [*resolved.rows, *resolved.eval_rows]
     check_direct(settings, names, every_row, tokenizer, problems)
     if settings.EXPECTED_REWARD and not resolved.expected_reward:
-        why = f"it cannot be: {resolved.reasons['expected_reward']}"
-        problems.add("EXPECTED_REWARD", why, "Set EXPECTED_REWARD=auto, or change that")
-    own = TASK_FILES[settings.TASK].get("best_by")
-    if resolved.best_by not in ("", "reward") and not (resolved.closed_loop.runs and resolved.best_by == own):
+        fault = f"it cannot be used: {resolved.reasons['expected_reward']}"
+        problems.add("EXPECTED_REWARD", fault, "Set EXPECTED_REWARD=auto, or change that")
+    figure = TASK_FILES[settings.TASK].get("best_by")
+    if resolved.best_by not in ("", "reward") and not (resolved.closed_loop.runs and resolved.best_by == figure):
         fault = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
         problems.add("BEST_BY", fault, "Set BEST_BY=auto or reward")
     return garbage_warning
 
 
-# Choices in settings.json by the name that they have there, and the field of ResolvedRun.
+# Name of a choice in settings.json -> field of ResolvedRun.
 RECORDED = {
     "rewards": "rewards", "scale_rewards": "scale_rewards", "expected_reward": "expected_reward",
     "attention": "attention", "packing": "packing", "rollouts": "use_vllm", "evaluation": "exact",
@@ -298,7 +304,7 @@ RECORDED = {
 
 
 def run_records(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
-    """The JSON files that OUTPUT_DIR keeps: every setting, every choice and its reason, and the packages' versions."""
+    """The contents of settings.json (every setting, every choice and its reason) and versions.json, by file name."""
     settings, config = resolved.settings, resolved.config
     chosen: dict[str, Any] = {
         name: [getattr(resolved, field), resolved.reasons[field]] for name, field in RECORDED.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Automatic choices: pure functions that return what they chose, and why."""
+"""The choices that `auto` leaves open: pure functions that return a value and its reason."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from grpo.settings import Settings
 from grpo.settings_table import TASK_FILES
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
-MOST_EXACT = 10_000_000  # Parameters of a model whose probabilities take less time than sampling.
-LEAST_ANSWER = 8  # Tokens of MAX_COMPLETION_LEN that an answer `[k]` fits into.
+MOST_EXACT = 10_000_000  # Parameters of the largest model for which exact evaluation is faster than sampling.
+LEAST_ANSWER = 8  # The least MAX_COMPLETION_LEN, in tokens, into which every answer `[k]` fits.
 VLLM_COLDEST = 0.01  # The value of _MAX_TEMP in vllm/sampling_params.py: smaller temperatures are raised to it.
 
 
 def choose_attention(requested: str, gpus: int) -> tuple[str, str]:
-    """(attention implementation of the learner, reason). All are exact with sinks, but for Hub kernels; generation by
-    transformers always uses eager attention."""
+    """(attention implementation of the learner, reason). All but Hub kernels are exact with attention sinks. Generation
+    by transformers always uses eager attention."""
     if requested != "auto":
         return requested, "set by ATTN_IMPL"
     if not gpus:
@@ -30,7 +30,7 @@ def choose_attention(requested: str, gpus: int) -> tuple[str, str]:
 
 
 def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[str, str]:
-    """(`prefix` or `none`, reason)."""
+    """(PACKING, reason)."""
     if requested is not None:
         return requested, "set by PACKING"
     if attention == "eager" and gpus:
@@ -43,7 +43,7 @@ def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[st
 NOTHING_GENERATED = "DIRECT_ANSWERS chooses one token from a forward pass"
 
 
-def choose_rollouts(
+def choose_use_vllm(
     requested: bool | None, gpus: int, tiny: bool, vllm: str | None, direct: bool = False
 ) -> tuple[bool, str]:
     """(whether vLLM generates, reason). `direct`: DIRECT_ANSWERS."""
@@ -81,10 +81,10 @@ def choose_rewards(requested: str | None, rows: Sequence[Row]) -> tuple[str, str
     """(REWARDS, reason)."""
     if requested is not None:
         return requested, "set by REWARDS"
-    bare = next((row.file for row in rows if not row.q), None)
-    if rows and bare is None:
+    file = next((row.file for row in rows if not row.q), None)
+    if rows and file is None:
         return "regret", "every training row has q_action_k"
-    return "action", f"{bare} has no q_action_k" if bare else "there are no training rows"
+    return "action", f"{file} has no q_action_k" if file else "there are no training rows"
 
 
 def choose_scale_rewards(requested: str | None) -> tuple[str, str]:
@@ -108,9 +108,9 @@ def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Se
     the row and the answered action alone."""
     if not names:
         yield "no function of REWARDS depends on the answered action alone"
-    bare = next((row.file for row in rows if not row.rewards), None)
-    if bare or not rows:
-        yield f"{bare} has no reward_action_k" if bare else "there are no training rows"
+    file = next((row.file for row in rows if not row.rewards), None)
+    if file or not rows:
+        yield f"{file} has no reward_action_k" if file else "there are no training rows"
     if settings.INVALID_REWARD is not None and math.isnan(settings.INVALID_REWARD):
         yield "INVALID_REWARD=nan gives answers that cannot be read no reward"
     if settings.LOSS_TYPE == "vespo":
@@ -134,62 +134,69 @@ def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Seque
 
 
 def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
-    """(settings, sources) with the demo's held-out rows as EVAL_DATA where DATA is the demo's, and with the demo's
-    inputs of the task's simulator as EVAL_PROFILE where the rows of both are the demo's. Elsewhere `auto` stays None:
-    nothing of the demo says anything about rows of the user's own."""
+    """(settings, sources) in which `auto` is filled in for the demo: EVAL_DATA with the demo's held-out rows if DATA is
+    the demo's, and EVAL_PROFILE with the demo's profile if training and held-out rows are the demo's. For the user's
+    own rows both stay None, because the demo's files say nothing about them."""
     heldout, eval_data, profile = demo_heldout(settings.DATA), settings.EVAL_DATA, settings.EVAL_PROFILE
-    own = TASK_FILES[settings.TASK].get("profiles", {}).get(heldout)
-    if heldout and own and profile is None and (eval_data is None or names_single_file(eval_data, heldout)):
-        profile = own
+    demo_profile = TASK_FILES[settings.TASK].get("profiles", {}).get(heldout)
+    if heldout and demo_profile and profile is None and (eval_data is None or names_single_file(eval_data, heldout)):
+        profile = demo_profile
     demo = dataclasses.replace(settings, EVAL_DATA=heldout if eval_data is None else eval_data, EVAL_PROFILE=profile)
     chosen = [name for name in ("EVAL_DATA", "EVAL_PROFILE") if getattr(demo, name) != getattr(settings, name)]
     return demo, {**sources, **dict.fromkeys(chosen, "chosen")}
 
 
-def choose_evaluation(
-    settings: Settings, engine: bool, parameters: int, why_sampled: str = "", opened: bool = False, actions: bool = True
+def choose_exact(
+    settings: Settings,
+    use_vllm: bool,
+    parameters: int,
+    why_sampled: str = "",
+    opens_channel: bool = False,
+    has_rewards: bool = True,
 ) -> tuple[bool, str]:
-    """(whether evaluations are exact, reason): by the probabilities of all answers instead of samples.
+    """(whether held-out rows are evaluated exactly, reason). Exact evaluation computes the probabilities of all answers
+    instead of sampling some.
 
-    `engine`: whether vLLM generates; `why_sampled`: that of the task's SimulationPlan; `opened`: whether prompts begin
-    the answer's channel; `actions`: whether the rows have rewards of their actions."""
+    `parameters`: the model's; `why_sampled`: that of the task's SimulationPlan; `opens_channel`: whether a prompt ends
+    inside the answer's channel; `has_rewards`: whether every row has the rewards of its actions."""
     if not settings.EVAL_SAMPLES:
         return False, "EVAL_SAMPLES=0"
     sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
     if not settings.EVAL_EXACT:
         return False, f"{sampled}: EVAL_EXACT=0"
     if settings.DIRECT_ANSWERS and not why_sampled:
-        return True, "all answers by their probability: DIRECT_ANSWERS, a forward pass tells them"
-    if engine:
+        return True, "all answers by their probability: with DIRECT_ANSWERS one forward pass gives it"
+    if use_vllm:
         return False, f"{sampled}: vLLM generates"
-    if not actions:
+    if not has_rewards:
         return False, f"{sampled}: rows without reward_action_k have no actions to go through"
     if parameters > MOST_EXACT:
         return False, f"{sampled}: exact takes too long for {parameters / 1e6:,.0f}M parameters"
     if why_sampled:
         return False, f"{sampled}: {why_sampled}"
-    unknown = {
-        "opened channels": opened,
+    unsupported = {
+        "opened channels": opens_channel,
         "TOP_P below 1": settings.TOP_P < 1,
         "short MAX_COMPLETION_LEN": settings.MAX_COMPLETION_LEN < LEAST_ANSWER,
     }
-    if hindrances := [words for words, applies in unknown.items() if applies]:
-        return False, f"{sampled}: exact figures do not know {' or '.join(hindrances)}"
+    if obstacles := [text for text, applies in unsupported.items() if applies]:
+        return False, f"{sampled}: exact evaluation does not support {' or '.join(obstacles)}"
     return True, f"all answers by their probability: {parameters / 1e6:.2g}M parameters, transformers generates"
 
 
-def choose_loop_evaluation(settings: Settings, exact: bool, reason: str, parameters: int) -> tuple[bool, str]:
-    """(whether the simulator is exact, reason), by `choose_evaluation`: of a large model that answers directly the
-    held-out rows are, while a simulator reaches hundreds of states in every hour."""
+def choose_exact_loop(settings: Settings, exact: bool, reason: str, parameters: int) -> tuple[bool, str]:
+    """(whether the simulator is run exactly, through all states that can be reached, reason). `exact` and `reason` are
+    those of `choose_exact`, which hold here too, except for large models: with DIRECT_ANSWERS their held-out rows are
+    evaluated exactly, but a simulator reaches hundreds of states in every hour."""
     if not exact or parameters <= MOST_EXACT:
         return exact, reason
     sampled = f"{settings.EVAL_SAMPLES} passes"
     return False, f"{sampled}: all states that can be reached take too long for {parameters / 1e6:,.0f}M parameters"
 
 
-def choose_best(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
-    """(the figure by which the best adapter is kept, as BEST_BY names it, reason); the figure is empty where nothing is
-    measured. `heldout` is the number of held-out rows, `closed_loop` whether the task's simulator runs."""
+def choose_best_by(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
+    """(BEST_BY, reason); BEST_BY is empty if nothing is measured. `heldout` is the number of held-out rows,
+    `closed_loop` whether the task's simulator runs."""
     if not settings.EVAL_SAMPLES:
         return "", "EVAL_SAMPLES=0"
     if not heldout:

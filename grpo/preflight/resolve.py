@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolves a run once: from the settings and from what was read, to one object whose every value is concrete."""
+"""Resolves a run: turns the settings and the facts about machine, model and rows into one object without any `auto`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo.data.scoring import is_by_action, reward_specs
 from grpo.plan import hub
 from grpo.plan.hub import ModelConfig, ModelFiles
 from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, installed_versions, read_machine
-from grpo.plan.memory import Plan, Shapes, plan_memory
+from grpo.plan.memory import Plan, PlanInputs, plan_memory
 from grpo.plan.targets import expert_words
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
@@ -26,13 +26,14 @@ from grpo.run.ranks import Ranks
 from grpo.settings import Problems, Settings
 from grpo.tasks.simulator import SimulationPlan, load_simulator
 
-# What a run with DIRECT_ANSWERS has, whatever was set: each prompt once, one token behind it, no vLLM.
-UNUSED = {"NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1, "USE_VLLM": False}
+# These replace the settings of a run with DIRECT_ANSWERS: it takes each prompt once, chooses one token, and generates
+# nothing.
+DIRECT_SETTINGS = {"NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1, "USE_VLLM": False}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was read before anything is chosen: machine, packages, model, rows, and the adapter to start from."""
+    """What is read before any choice is made: machine, packages, model, rows, and the adapter to start from."""
 
     sources: Mapping[str, str]  # Where each setting came from.
     machine: Machine
@@ -59,7 +60,7 @@ class Facts:
 def read_facts(
     settings: Settings, sources: Mapping[str, str], machine: Machine | None, ranks: Ranks, problems: Problems
 ) -> Facts:
-    """Read all that a run is resolved from; what is wrong with it is added to `problems`."""
+    """Reads the model's small files, the rows, the start adapter and the machine; adds their problems to `problems`."""
     files = hub.find_model(settings.MODEL_ID, problems)
     split = read_split(settings, problems)
     facts = Facts(
@@ -83,12 +84,11 @@ def read_facts(
 
 @dataclass(frozen=True)
 class ResolvedRun(Facts):
-    """Everything that is known about a run before anything heavy is imported: what was read, and every choice.
+    """Everything that is known about a run before anything heavy is imported: the facts, and every choice.
 
-    `settings` are complete: with EXPERTS, ROLLOUT_SYNC and TOTAL_STEPS as they were chosen, the LoRA's as INIT_ADAPTER
-    has them, and what has no use with DIRECT_ANSWERS as UNUSED has it. So they are recorded, and compared
-    when a run continues. `reasons` says why each value is what it is, by the name of its field here or of its setting
-    in lower case.
+    `settings` hold the chosen EXPERTS, ROLLOUT_SYNC and TOTAL_STEPS, the shape of INIT_ADAPTER, and DIRECT_SETTINGS
+    with DIRECT_ANSWERS. In this form they are recorded, and compared when a run continues. `reasons` says why each
+    value was chosen, by the name of its field here or of its setting in lower case.
     """
 
     settings: Settings
@@ -101,27 +101,27 @@ class ResolvedRun(Facts):
     attention: str
     packing: str
     use_vllm: bool
-    shapes: Shapes | None  # None without a model, as `plan`.
+    inputs: PlanInputs | None  # None without a model; so is `plan`.
     plan: Plan | None
     closed_loop: SimulationPlan
     exact: bool  # Held-out rows are evaluated by the probabilities of all answers, instead of samples.
     exact_loop: bool  # The simulator goes through all states that can be reached, instead of samples of them.
-    best_by: str  # As BEST_BY names it, or empty where nothing is measured.
-    run: RunState  # Of OUTPUT_DIR.
+    best_by: str  # A value of BEST_BY; empty if nothing is measured.
+    run: RunState  # The state of OUTPUT_DIR.
     problems: Problems = dataclasses.field(default_factory=Problems)
     warnings: tuple[str, ...] = ()
 
     @property
     def looked_up(self) -> tuple[int, ...]:
-        """Places in `reward_specs` of the functions whose reward of every action is looked up; empty without
+        """Indices in `reward_specs` of the functions whose rewards of all actions are read from the row; empty without
         EXPECTED_REWARD."""
         names = [name for name, _ in self.reward_specs if self.expected_reward]
         return tuple(n for n, name in enumerate(names) if is_by_action(name))
 
 
 def resolve_steps(settings: Settings, sources: Mapping[str, str], rows: int, problems: Problems) -> tuple[int, str]:
-    """(steps of the whole run, reason), given the number of training rows. Where NUM_TRAIN_EPOCHS is a problem, the
-    steps are TOTAL_STEPS."""
+    """(steps of the whole run, reason), given the number of training `rows`. If NUM_TRAIN_EPOCHS and
+    TOTAL_STEPS are both set, that is a problem, and TOTAL_STEPS counts."""
     total, epochs, prompts = settings.TOTAL_STEPS, settings.NUM_TRAIN_EPOCHS, settings.PROMPTS_PER_STEP
     if epochs is None or not rows:
         return total, "TOTAL_STEPS"
@@ -135,57 +135,58 @@ def resolve_steps(settings: Settings, sources: Mapping[str, str], rows: int, pro
     return steps, f"NUM_TRAIN_EPOCHS={epochs:g} x {rows} rows{times} / {prompts} prompts a step, rounded up"
 
 
-def resolve_experts(settings: Settings, shapes: Shapes) -> tuple[str, str]:
+def resolve_experts(settings: Settings, inputs: PlanInputs) -> tuple[str, str]:
     """(EXPERTS, reason) of a run with these settings."""
     if settings.EXPERTS is not None:
         return settings.EXPERTS, "set by EXPERTS"
-    kinds = shapes.expert_kinds(settings)
+    kinds = inputs.expert_kinds(settings)
     if len(kinds) == 1:
         return kinds[0], "the checkpoint's are not quantized"
-    fitting = (kind for kind in kinds if not shapes.machine.gpus or shapes.fits(settings, {"EXPERTS": kind}))
+    fitting = (kind for kind in kinds if not inputs.machine.gpus or inputs.fits(settings, {"EXPERTS": kind}))
     chosen = next(fitting, kinds[-1])
     return chosen, choices.EXPERTS_REASONS[chosen]
 
 
 def resolve_sources(settings: Settings, facts: Facts) -> dict[str, str]:
-    """Where each setting of a resolved run comes from."""
+    """The source of each setting of a resolved run, by name."""
     sources = dict(facts.sources)
     sources |= {name: "INIT_ADAPTER" for name in facts.adapter.settings if sources[name] != "environment"}
     if settings.NUM_TRAIN_EPOCHS is not None and sources["TOTAL_STEPS"] != "environment":
         sources["TOTAL_STEPS"] = "chosen"
     sources |= {name: "chosen" for name in ("EXPERTS", "ROLLOUT_SYNC") if getattr(settings, name) is None}
-    return sources | (dict.fromkeys(UNUSED, "chosen") if settings.DIRECT_ANSWERS else {})
+    return sources | (dict.fromkeys(DIRECT_SETTINGS, "chosen") if settings.DIRECT_ANSWERS else {})
 
 
 def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun:
-    """Make every choice of a run that `auto` leaves open. What is wrong with NUM_TRAIN_EPOCHS and with the profiles of
-    the closed loop, which are read only if that runs, is added to `problems`."""
+    """Makes every choice of a run that `auto` leaves open. Adds problems of NUM_TRAIN_EPOCHS, and of the profiles of
+    the closed loop, which are read only if it runs."""
     machine, rows, eval_rows = facts.machine, facts.rows, facts.eval_rows
     reasons = {"heldout": facts.heldout_reason}
     is_tiny, vllm = settings.MODEL_ID == "tiny", facts.versions["vllm"]
     direct = settings.DIRECT_ANSWERS
-    use_vllm, reasons["use_vllm"] = choices.choose_rollouts(settings.USE_VLLM, machine.gpus, is_tiny, vllm, direct)
+    use_vllm, reasons["use_vllm"] = choices.choose_use_vllm(settings.USE_VLLM, machine.gpus, is_tiny, vllm, direct)
     settings = dataclasses.replace(settings, **facts.adapter.settings)
     on_experts = bool(expert_words(settings.LORA_TARGETS))
     sync, reasons["rollout_sync"] = choices.choose_sync(settings.ROLLOUT_SYNC, on_experts)
     steps, reasons["total_steps"] = resolve_steps(settings, facts.sources, len(rows), problems)
     sources = resolve_sources(settings, facts)
     if direct:
-        settings = dataclasses.replace(settings, **UNUSED)  # type: ignore[arg-type]
+        settings = dataclasses.replace(settings, **DIRECT_SETTINGS)  # type: ignore[arg-type]
     settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync)
 
     attention, reasons["attention"] = choices.choose_attention(settings.ATTN_IMPL, machine.gpus)
     packing, reasons["packing"] = choices.choose_packing(settings.PACKING, attention, machine.gpus)
-    shapes, experts, reasons["experts"] = None, settings.EXPERTS or "bf16", "there is no model"
+    inputs, experts, reasons["experts"] = None, settings.EXPERTS or "bf16", "there is no model"
     if facts.files:
         prompt_len = facts.longest_prompt or settings.MAX_PROMPT_LEN
-        shapes = Shapes(facts.files.config, machine, prompt_len, attention, packing, use_vllm and bool(machine.gpus))
-        experts, reasons["experts"] = resolve_experts(settings, shapes)
+        beside_vllm = use_vllm and bool(machine.gpus)
+        inputs = PlanInputs(facts.files.config, machine, prompt_len, attention, packing, beside_vllm)
+        experts, reasons["experts"] = resolve_experts(settings, inputs)
     settings = dataclasses.replace(settings, EXPERTS=experts, TOTAL_STEPS=steps)
 
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)
     specs: list[tuple[str, float]] = []
-    with contextlib.suppress(ValueError):  # `check_rewards` says what is wrong.
+    with contextlib.suppress(ValueError):  # `check_rewards` adds the problem.
         specs = reward_specs(rewards)
     scale, reasons["scale_rewards"] = choices.choose_scale_rewards(settings.SCALE_REWARDS)
     epsilon_high, reasons["epsilon_high"] = choices.choose_epsilon_high(settings)
@@ -200,12 +201,12 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         template, own_profile = facts.files.template if facts.files else "", sources["EVAL_PROFILE"] == "environment"
         closed_loop = simulator.plan(settings, eval_rows, template, use_vllm, own_profile, problems)
     reasons["closed_loop"] = closed_loop.reason
-    opened = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
-    exact, reasons["exact"] = choices.choose_evaluation(
-        settings, use_vllm, parameters, closed_loop.why_sampled, opened, all(row.rewards for row in eval_rows)
+    opens_channel = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
+    exact, reasons["exact"] = choices.choose_exact(
+        settings, use_vllm, parameters, closed_loop.why_sampled, opens_channel, all(row.rewards for row in eval_rows)
     )
-    exact_loop, reasons["exact_loop"] = choices.choose_loop_evaluation(settings, exact, reasons["exact"], parameters)
-    best_by, reasons["best_by"] = choices.choose_best(settings, len(eval_rows), closed_loop.runs)
+    exact_loop, reasons["exact_loop"] = choices.choose_exact_loop(settings, exact, reasons["exact"], parameters)
+    best_by, reasons["best_by"] = choices.choose_best_by(settings, len(eval_rows), closed_loop.runs)
     return ResolvedRun(
         **vars(facts) | {"sources": sources},
         settings=settings,
@@ -218,8 +219,8 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         attention=attention,
         packing=packing,
         use_vllm=use_vllm,
-        shapes=shapes,
-        plan=plan_memory(settings, shapes) if shapes else None,
+        inputs=inputs,
+        plan=plan_memory(settings, inputs) if inputs else None,
         closed_loop=closed_loop,
         exact=exact,
         exact_loop=exact_loop,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check of scripts/sft.py: those of a run of train_grpo.py with the same settings, and the rows' answers."""
+"""The checks of scripts/sft.py: those of train_grpo.py with the same settings, and that rows have answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ONLY_LEARNING = {
 
 
 def longest_answer(model_id: str, answers: Sequence[str]) -> int:
-    """Tokens of the longest answer, for the plan of the memory; characters where there is no tokenizer yet."""
+    """Tokens of the longest answer, from which memory is planned; its characters if there is no tokenizer yet."""
     files = find_model(model_id, Problems())  # The preflight lists its problems.
     if not files or not files.tokenizer or not installed_versions(["tokenizers"])["tokenizers"]:
         return max(map(len, answers), default=1)
@@ -39,7 +39,7 @@ def longest_answer(model_id: str, answers: Sequence[str]) -> int:
 
 
 def was_killed(out: Path) -> bool:
-    """Whether `out` holds what a scripts/sft.py that was killed has left: it writes the adapter last, and no log."""
+    """Whether `out` holds only files of a killed scripts/sft.py, which writes the adapter last, and no log."""
     names = {path.name for path in out.iterdir()}
     return names <= NO_RUN or (bool(names & {SETTINGS, DELETING}) and not names & {ADAPTER, "training.log"})
 
@@ -56,11 +56,13 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
         try:
             answers.append(answer_of(row, settings.DIRECT_ANSWERS))
         except ValueError as error:
-            problems.add(f"{row.file}, row {row.number}", str(error), "Let both begin with the same channel")
+            problems.add(
+                f"{row.file}, row {row.number}", str(error), "Let prompt and answer begin with the same channel"
+            )
     longest = longest_answer(settings.MODEL_ID, [answer for answer in answers if answer])
     changes = ONLY_LEARNING | {"OUTPUT_DIR": str(out), "MAX_COMPLETION_LEN": str(longest)}
     if not settings.OVERWRITE and out.is_dir() and any(out.iterdir()):
-        changes["OVERWRITE"] = "1"  # One problem about the folder is enough.
+        changes["OVERWRITE"] = "1"  # The preflight would report the folder as well.
         if not was_killed(out):
             fix = "Name another folder, or set OVERWRITE=1 to replace the run in it"
             problems.add(f"--out {out}", "it is not empty", fix)
@@ -72,7 +74,7 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
     if rows and not problems and not any(answers):
         fix = "Add a column `answer`, or rewards that differ"
         problems.add("DATA", "no row has an answer, or an action better than others", fix)
-    # settings.json records what the user set, without the changes for the checks.
+    # settings.json records the user's settings, without the changes for the checks.
     as_set = {name: getattr(settings, name) for name in (*ONLY_LEARNING, "MAX_COMPLETION_LEN", "OVERWRITE")}
     steps, steps_reason = resolve_steps(settings, sources, sum(map(bool, answers)), Problems())
     resolved = dataclasses.replace(

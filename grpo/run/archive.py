@@ -17,9 +17,9 @@ from grpo.settings import ROOT, Settings
 TINY = "data/tiny"  # The tiny model's folder in the project.
 
 
-def base_name(s: Settings) -> tuple[str, bool]:
-    """What a card calls the base model, and whether that is local: then the name is its folder's, not its path on this
-    machine; `tiny` is named by its folder in the project."""
+def base_model_name(s: Settings) -> tuple[str, bool]:
+    """(name of the base model in a card, whether it is a local folder). A local one is named by its folder without the
+    path on this machine, and `tiny` by its folder in the project."""
     if s.MODEL_ID == "tiny":
         return TINY, True
     local = Path(s.MODEL_ID).is_dir()
@@ -27,8 +27,8 @@ def base_name(s: Settings) -> tuple[str, bool]:
 
 
 def loading_code(base: str, experts: bool, tokenizer: str = ".") -> str:
-    """How to load an adapter of the model `base`, from its folder. PEFT finds nothing to adapt in `experts` that stay
-    quantized, and goes on without them."""
+    """Markdown with the code that loads an adapter of the model `base` from the card's folder. `experts`: whether the
+    adapter is on experts, which are then dequantized, because PEFT silently skips quantized ones."""
     package = ", Mxfp4Config" if experts else ""
     option = ", quantization_config=Mxfp4Config(dequantize=True)" if experts else ""
     return f"""```python
@@ -43,14 +43,14 @@ tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
 
 def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer: str = ".") -> str:
     """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
-    `functions`: its reward functions, empty for one that scripts/sft.py trained; `note`: the card's first paragraph;
-    `tokenizer`: its folder, from the card's folder.
+    `functions`: its reward functions, empty for an adapter of scripts/sft.py; `note`: the card's first paragraph;
+    `tokenizer`: the tokenizer's folder, relative to the card's.
     """
-    base, local = base_name(s)
+    base, local = base_model_name(s)
     base_model = "" if local else f"\nbase_model: {base}"
-    path = " and with the path of the base model's folder" if local else ""
+    path_note = " and with the path of the base model's folder" if local else ""
     if base == TINY:
-        path += f", {TINY} of the project train_grpo.py (`MODEL_ID=tiny` there; it is on no Hub)"
+        path_note += f", {TINY} of the project train_grpo.py (`MODEL_ID=tiny` there; it is on no Hub)"
     if functions:
         tag, method, logs = "grpo", "GRPO ([paper](https://arxiv.org/abs/2402.03300))", ", `metrics.csv` each step"
         batch = f"{s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {functions}"
@@ -77,28 +77,31 @@ tags: [{tag}, lora]{base_model}
 on {s.LORA_TARGETS}, {batch}.
 The run's `settings.json` holds every setting, `versions.json` the packages' versions{logs}.
 
-To load it, from the folder of this file{path}:
+To load it, from the folder of this file{path_note}:
 
 {loading_code(base, "experts" in s.LORA_TARGETS, tokenizer)}
 """
 
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl")  # Loading a pickle, such as an optimizer state, runs the code in it.
-PATHS_IN = ("training.log", "adapter_config.json", "report.html")  # These files name paths of the machine.
+FILES_WITH_PATHS = ("training.log", "adapter_config.json", "report.html")  # These files name paths of the machine.
 
 
 def without_paths(folder: Path, text: str) -> str:
     """A text of the run in `folder` without the paths of this machine: OUTPUT_DIR becomes its name, the project `.`,
     Python's folder `python`, the home folder `~`."""
     home = os.path.expanduser("~")
-    names = {str(folder): folder.name, str(ROOT): ".", sys.prefix: "python"} | ({} if home == "/" else {home: "~"})
-    paths = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    return re.sub(rf"(?<![\w.~/-])(?:{paths})(?!\w)", lambda match: names[match[0]], text)
+    replacements = {str(folder): folder.name, str(ROOT): ".", sys.prefix: "python"} | (
+        {} if home == "/" else {home: "~"}
+    )
+    paths = "|".join(map(re.escape, sorted(replacements, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.~/-])(?:{paths})(?!\w)", lambda match: replacements[match[0]], text)
 
 
 def write_zip(folder: Path) -> Path:
-    """Writes OUTPUT_DIR.zip beside OUTPUT_DIR, whole or not at all: everything but pickles, links and unfinished files,
-    best/ first, and without paths of this machine but for those in the settings."""
+    """Writes OUTPUT_DIR.zip beside OUTPUT_DIR, whole or not at all, and returns its path. It holds all files but
+    pickles, links and unfinished files, best/ first. FILES_WITH_PATHS lose the paths of this machine; settings.json
+    keeps its own."""
     with (
         whole_file(zip_path(folder)) as temporary,
         zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive,
@@ -108,7 +111,7 @@ def write_zip(folder: Path) -> Path:
                 continue
             # A zip's names are UTF-8; those of this file system may be any bytes.
             name = os.fsencode(path.relative_to(folder.parent)).decode("utf-8", "backslashreplace")
-            if path.name not in PATHS_IN:
+            if path.name not in FILES_WITH_PATHS:
                 archive.write(path, name)
                 continue
             text = without_paths(folder, path.read_text(encoding="utf-8", errors="surrogateescape"))

@@ -8,32 +8,34 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from grpo.run.checkpoints import CUT_OFF
 from grpo.run.durable import Record, file_sha256, read_sealed, sync, sync_files, write_sealed
 from grpo.run.layout import ADAPTER, BEST, COMPLETE, MANIFEST, unused_path
 from grpo.settings_table import TASK_FILES
 
-# BEST_BY -> the column of metrics.csv that it chooses by, and the words for that in a sentence. A simulator's column is
-# the first of its figures in task.json.
+# BEST_BY -> the column of metrics.csv by which the best adapter is chosen, and the phrase for its value. A simulator's
+# column is the first of its figures in task.json.
 FIGURES, WORDS = {"reward": "heldout_reward"}, {"reward": "held-out reward of {:.3f}"}
 for task in filter(lambda task: "best_by" in task, TASK_FILES.values()):
     FIGURES[task["best_by"]], figure = next(iter(task["figures"].items()))
     WORDS[task["best_by"]] = figure["words"]
 
 
-def better(by: str, value: float, than: float) -> bool:
-    """Whether a value of the figure that `by` names is better: a higher reward, or less of a simulator's figure."""
-    return value > than if by == "reward" else value < than
+def is_better(best_by: str, value: float, other: float) -> bool:
+    """Whether `value` of the figure that BEST_BY names is better than `other`: a reward should be high, a simulator's
+    figure low."""
+    return value > other if best_by == "reward" else value < other
 
 
 def adapter_fault(folder: Path) -> str | None:
     """Why the adapter in `folder` is not the one that was written there, by the checksum in the record of best/, of a
-    complete run, or of a checkpoint. None where it is, and where there is no checksum. Only weights are compared: a
-    zip has other paths in adapter_config.json, and no optimizer states."""
+    complete run, or of a checkpoint; None if it is, or if there is no checksum. Only the weights are compared, because
+    a run's zip has other paths in adapter_config.json and no optimizer states."""
     for name in ("best.json", COMPLETE, MANIFEST):
         try:
             record = read_sealed(folder / name)
             if name == MANIFEST and not record:
-                return "it was cut off while it was written"
+                return CUT_OFF
             expected = record.get("adapter_sha256") or dict(record.get("files") or {}).get(ADAPTER)
         except FileNotFoundError:
             continue
@@ -56,30 +58,31 @@ def read_best(folder: Path) -> Record:
 
 def keep_best(
     folder: Path,
-    by: str,
+    best_by: str,
     base: Mapping[str, float],
     measured: Record,
     values: Mapping[str, float],
     save: Callable[[Path, Record], None],
 ) -> Record:
-    """Adds an evaluated step to best.json, which is returned, and puts its adapter into best/ where it is the best.
+    """Adds an evaluated step to best.json, and puts its adapter into best/ if it is the best so far. Returns the record
+    in best.json, or an empty one if the figure that `best_by` names was not measured.
 
-    values: `step` and the columns that were measured after it; base: those of the base model. measured: how they were
-    measured; where that changes (a resumed run may do so) the choice begins again. `save` writes the adapter and its
-    card into a new folder. Returns an empty record where the figure has no value.
+    `values`: `step` and the columns measured after that step; `base`: those of the base model; `measured`: the
+    conditions of the measurement, and if a resumed run changes them, the choice begins again; `save` writes the adapter
+    and its card into a new folder.
     """
-    name = FIGURES[by]
-    if values.get(name) is None or base.get(name) is None:
+    column = FIGURES[best_by]
+    if values.get(column) is None or base.get(column) is None:
         return {}
     record = read_best(folder)
-    if (record.get("by"), record.get("measured")) != (by, measured):
-        record = {"by": by, "figure": name, "base": dict(base), "measured": measured, "evaluated": []}
+    if (record.get("by"), record.get("measured")) != (best_by, measured):
+        record = {"by": best_by, "figure": column, "base": dict(base), "measured": measured, "evaluated": []}
     steps = {row["step"]: row for row in record["evaluated"]} | {values["step"]: dict(values)}
     record["evaluated"] = [steps[step] for step in sorted(steps)]
-    if "step" not in record or better(by, values[name], record["value"]):
-        record |= {"step": values["step"], "value": values[name], "base_value": base[name]}
-        record["better_than_base"] = better(by, values[name], base[name])
-        record["in_words"] = in_words(record)
+    if "step" not in record or is_better(best_by, values[column], record["value"]):
+        record |= {"step": values["step"], "value": values[column], "base_value": base[column]}
+        record["better_than_base"] = is_better(best_by, values[column], base[column])
+        record["in_words"] = describe_best(record)
         replace_best(folder, lambda new: save(new, record), record)
     else:
         write_sealed(folder / BEST / "best.json", record)
@@ -88,15 +91,15 @@ def keep_best(
 
 def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> None:
     """Replaces best/ by a new one. At every moment one of the two is whole, and `recover_best` finds it."""
-    best, new, old = (folder / (BEST + end) for end in ("", ".tmp", ".old"))
+    best, new, old = (folder / (BEST + suffix) for suffix in ("", ".tmp", ".old"))
     shutil.rmtree(new, ignore_errors=True)
     try:
         new.mkdir()
         save(new)
         sync_files(new)  # A power cut after the old folder is gone must not find empty files in the new one.
         record["adapter_sha256"] = file_sha256(new / ADAPTER)
-        write_sealed(new / "best.json", record)  # This comes last: with it the folder is whole.
-    except Exception:  # A full disk needs the room that the unfinished folder takes.
+        write_sealed(new / "best.json", record)  # Written last: a folder with it is whole.
+    except Exception:  # The disk may be full: the unfinished folder would only take room.
         shutil.rmtree(new, ignore_errors=True)
         raise
     if best.exists():
@@ -107,9 +110,9 @@ def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> 
 
 
 def recover_best(folder: Path) -> None:
-    """After a kill inside `replace_best`: takes the new best/ where it was whole, else the old one. Sets a damaged one
-    aside."""
-    best, new, old = (folder / (BEST + end) for end in ("", ".tmp", ".old"))
+    """Repairs best/ after a kill inside `replace_best`: takes the new folder if it is whole, else the old one. A
+    damaged best/ is renamed to `superseded-best`."""
+    best, new, old = (folder / (BEST + suffix) for suffix in ("", ".tmp", ".old"))
     if not best.exists() and (whole := next((path for path in (new, old) if (path / "best.json").is_file()), None)):
         whole.rename(best)
     if adapter_fault(best):
@@ -118,7 +121,7 @@ def recover_best(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def in_words(record: Record) -> str:
+def describe_best(record: Record) -> str:
     """A clause that says from which step best/ comes, and whether it beats the base model."""
     value, base_value = (WORDS[record["by"]].format(record[name]) for name in ("value", "base_value"))
     step = f"step {record['step']} is the best of the evaluated ones, with a {value}"
@@ -127,11 +130,11 @@ def in_words(record: Record) -> str:
     return f"{step}, but NOT BETTER than the base model without any adapter ({base_value})"
 
 
-def which_to_load(record: Record, last: int) -> str:
-    """A paragraph of the run's model card, at step `last`, on which of the two adapters to load."""
+def loading_advice(record: Record, last_step: int) -> str:
+    """A paragraph of the run's model card on which adapter to load: that in best/, or that of `last_step` beside it."""
     if not record:
         return "**Nothing was measured** on held-out rows: whether this adapter beats the base model is not known.\n"
     if not record["better_than_base"]:
         return f"**No adapter beats the base model**: {record['in_words']}; it is in `best/`.\n"
-    last_step = f"The one in this folder is of step {last}, the last."
-    return f"**Load the adapter in `best/`**: {record['in_words']}. {last_step}\n"
+    last = f"The one in this folder is of step {last_step}, the last."
+    return f"**Load the adapter in `best/`**: {record['in_words']}. {last}\n"

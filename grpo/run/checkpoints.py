@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of a run: written so that half of one is noticed after a kill, checked, and deleted in order."""
+"""Writes checkpoints so that an unfinished one is recognized after a kill, checks them, and deletes old ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def begin_checkpoint(checkpoint: Path) -> None:
 
 
 def finish_checkpoint(checkpoint: Path, ends: Mapping[str, LogEnd]) -> None:
-    """Writes a checkpoint's manifest: the SHA-256 of each file, and where each log ended (`ends`, by its name). All
-    that the manifest names is on the disk before the manifest is."""
+    """Writes a checkpoint's manifest: the SHA-256 of each file, and where each log ended (`ends`, by the
+    log's name). Everything that the manifest names is on the disk before the manifest is."""
     paths = [path for path in sync_files(checkpoint) if path.name != MANIFEST]
     files = {str(path.relative_to(checkpoint)): file_sha256(path) for path in paths}
     write_sealed(checkpoint / MANIFEST, {"files": files, "ends": dict(ends)})
@@ -64,7 +64,7 @@ def checkpoint_fault(checkpoint: Path) -> str | None:
     for name, (size, _) in ends.items():
         log_file = checkpoint.parent / name
         if log_file.is_file() and log_file.stat().st_size < size:  # The folder was copied while the run wrote.
-            return f"{name} is shorter than it was then (a copy of it, or moving it away, mends that)"
+            return f"{name} is shorter than when the checkpoint was written (restore a copy of {name}, or move it away)"
     return None
 
 
@@ -75,8 +75,8 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def find_checkpoint(folder: Path) -> tuple[int, Path | None, dict[Path, str]]:
-    """Step and folder of the last checkpoint that can be continued, 0 and None without one, and the fault of each later
-    one."""
+    """(step, folder, faults) of the last checkpoint that can be continued; step 0 and no folder if there is none.
+    `faults`: why each later checkpoint cannot be."""
     faults: dict[Path, str] = {}
     for step, path in reversed(checkpoints(folder)):
         fault = checkpoint_fault(path)
@@ -87,8 +87,8 @@ def find_checkpoint(folder: Path) -> tuple[int, Path | None, dict[Path, str]]:
 
 
 def rotate_checkpoints(folder: Path, limit: int) -> None:
-    """Deletes all checkpoints but the `limit` last ones by step. Modification times, by which transformers goes, say
-    nothing after a copy or where the clock was wrong."""
+    """Deletes all checkpoints but the last `limit` by step. The Trainer's own rotation goes by modification times,
+    which are meaningless after a copy or with a wrong clock."""
     for _, path in checkpoints(folder)[:-limit]:
         shutil.rmtree(path, ignore_errors=True)
 

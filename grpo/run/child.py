@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that a script starts and waits for: signals reach them, and their exit codes come back."""
+"""Runs other programs from a script: forwards signals to them and returns their exit codes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _forwarding = False
 
 @contextlib.contextmanager
 def forwarding_signals() -> Iterator[None]:
-    """Inside the block SIGINT, SIGTERM and SIGHUP go to the child programs, which end as they promise, and this process
-    waits for them. Threads other than the main one cannot catch signals: start those inside of a block."""
+    """Inside the block SIGINT, SIGTERM and SIGHUP are forwarded to the child programs, and this process waits until
+    they have ended. Only the main thread can catch signals: enter a block there before other threads call
+    `run_child`."""
     global _forwarding
     if _forwarding or threading.current_thread() is not threading.main_thread():
         yield
@@ -51,7 +52,7 @@ def forwarding_signals() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """In a child: asks Linux for a SIGTERM when this script is killed, so that no run goes on unseen."""
+    """In a child: asks Linux for a SIGTERM when its parent is killed, so that no run goes on unseen."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -61,10 +62,10 @@ def run_child(
     output: IO | None = None,
 ) -> int:
     """Runs a program with this process's environment and `environ`, and returns its exit code, 128 + N where signal N
-    ended it. `output` takes what it prints; None shows that.
+    ended it. `output`: the file for the program's output, None for the terminal.
 
-    After a signal to this process it raises SystemExit, with the child's exit code where it has one: nothing else is to
-    be started.
+    After a signal to this process it raises SystemExit, with the child's exit code if that is not 0, so that the caller
+    starts nothing else.
     """
     with forwarding_signals():
         if _received:

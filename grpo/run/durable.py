@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that survive a crash whole, and checksums that tell when one did not."""
+"""Writes files so that a crash leaves them whole or absent, and detects damaged ones by their checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, get_args, get_origin
 
 from grpo.settings import Problems, log
 
-SEAL = "sha256"  # The key of a JSON record under which the checksum of all its other values stands.
+SEAL = "sha256"  # The key of a JSON record that holds the checksum of all its other values.
 Record = dict[str, Any]  # A JSON object, whose values may be of any type.
 # File name -> the types of the values that are read from its record. `read_json` refuses other types; a value may be
 # missing.
@@ -37,7 +37,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "closed_loop.json": {"windows": list[dict], "totals": dict[str, dict]},
 }  # fmt: skip
 SCRATCH = "train_grpo-scratch-"  # The names of scratch folders begin with this.
-LARGEST = 2**28  # bytes of a file that is read at once; the records of the longest runs have a few million
+LARGEST = 2**28  # The most bytes that `read_json` reads; the records of the longest runs have a few million.
 
 
 def sync(path: Path) -> None:
@@ -53,8 +53,8 @@ def sync(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> list[Path]:
-    """Syncs all files below a folder and returns them in order. Weights become as readable as their folder is:
-    safetensors writes them for their owner alone."""
+    """Syncs all files below a folder and returns their paths in order. Weights become as readable as
+    their folder, because safetensors lets only their owner read them."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in paths:
         if path.suffix == ".safetensors":
@@ -113,8 +113,8 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 def scratch_folder(parent: Path) -> Path:
-    """A new folder in `parent` that nobody else can read, and whose name nobody can foresee and put a link at. It is
-    deleted when this process ends, or where that was killed, by the next process that makes one."""
+    """A new folder in `parent` that nobody else can read, with a random name so that nobody can put a link there first.
+    It is deleted when this process ends; if it is killed, by the next process that makes a scratch folder."""
     for leftover in parent.glob(f"{SCRATCH}*"):
         with contextlib.suppress(OSError):
             if leftover.lstat().st_uid == os.geteuid():
@@ -123,15 +123,15 @@ def scratch_folder(parent: Path) -> Path:
                         shutil.rmtree(leftover, ignore_errors=True)
     unlocked = Path(tempfile.mkdtemp(prefix=f"new-{SCRATCH}", dir=parent))
     with contextlib.suppress(OSError):  # On a file system without locks nothing is taken for a leftover.
-        fcntl.flock(os.open(unlocked, os.O_RDONLY), fcntl.LOCK_EX)  # It lasts until this process ends.
+        fcntl.flock(os.open(unlocked, os.O_RDONLY), fcntl.LOCK_EX)  # The lock lasts until this process ends.
     folder = unlocked.rename(unlocked.with_name(unlocked.name.removeprefix("new-")))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
-def require_regular(path: Path) -> int:
-    """The size of a file in bytes. Raises ValueError with its name where reading it might never end, as of a pipe, and
-    OSError where it is not there."""
+def regular_file_size(path: Path) -> int:
+    """The size of a file in bytes. Raises ValueError if it is not a regular file, as reading a pipe might never end,
+    and OSError if it is missing."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is not a regular file")
@@ -140,7 +140,7 @@ def require_regular(path: Path) -> int:
 
 def type_fault(value: object, kind: Any, name: str) -> str | None:
     """Why a JSON value, called `name`, is not of the type `kind`, such as `int` or `dict[str, tuple[int, str]]`; None
-    where it is. A float may be whole; a tuple is a JSON array of that length."""
+    if it is. A whole number is a float too; a tuple is a JSON array of that length."""
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     accepted = {float: (int, float), tuple: (list,)}.get(origin, (origin,))
     if not isinstance(value, accepted) or (isinstance(value, bool) and origin is not bool):
@@ -159,12 +159,12 @@ def type_fault(value: object, kind: Any, name: str) -> str | None:
 
 
 def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
-    """The object in a JSON file; an empty one instead of the errors in `empty`. Raises OSError where the file cannot be
-    read, and ValueError with the file's name where it holds no JSON object, or a value of another type than TYPES
-    says."""
+    """The object in a JSON file. Raises OSError if the file cannot be read, and ValueError with the file's name if it
+    holds no JSON object, or a value of another type than TYPES says. Errors of a type in `empty` give an empty
+    object."""
     failure: OSError | ValueError
     try:
-        if require_regular(path) > LARGEST:
+        if regular_file_size(path) > LARGEST:
             raise ValueError(f"it is larger than {LARGEST / 2**20:.0f} MiB")
         record = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(record, dict):
@@ -183,9 +183,9 @@ def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
 
 
 def sealed(record: Record) -> Record:
-    """A JSON record with the SHA-256 of its values, however the file is laid out."""
+    """A JSON record with the SHA-256 of its values, which does not depend on the file's layout."""
     plain = {name: value for name, value in record.items() if name != SEAL}
-    normalized = json.loads(json.dumps(plain))  # Keys are strings from here on, which sort as `read_sealed` sorts them.
+    normalized = json.loads(json.dumps(plain))  # Turns all keys into strings, so that they sort as after reading.
     return plain | {SEAL: hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()}
 
 
@@ -196,7 +196,7 @@ def write_sealed(path: Path, record: Record) -> None:
 
 def read_sealed(path: Path) -> Record:
     """A JSON object without its checksum. A record without one is accepted, so that users can edit it and delete that
-    line. Raises OSError where the file cannot be read, and ValueError where it is not what was written."""
+    line. Raises OSError if the file cannot be read, and ValueError if it is damaged."""
     record = read_json(path)
     if record.get(SEAL) not in (None, sealed(record)[SEAL]):
         raise ValueError(f"{path.name} does not match its checksum")
@@ -211,14 +211,14 @@ def is_intact(path: Path) -> bool:
     except OSError:
         return False
     except ValueError as error:
-        log.warning("%s is damaged, and what it held is measured again: %s", path.name, error)
+        log.warning("%s is damaged, so its figures are measured again: %s", path.name, error)
         return False
 
 
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a file. Raises OSError where it cannot be read, or is not a regular file."""
     try:
-        require_regular(path)
+        regular_file_size(path)
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error)) from None
     with path.open("rb") as file:

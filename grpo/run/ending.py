@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run ends: by a signal or a failure, with which exit code and which last message, also under torchrun, whose own
-exit code is 1 for every reason, and where nobody reads its output."""
+"""How a run ends: signals, failures, exit codes and last messages.
+
+Under torchrun, whose own exit code is 1 for every reason, the code and the reason are written into OUTPUT_DIR. A reader
+that closes the output (`| head`) does not change the exit code of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from grpo.run.ranks import RankLost, Ranks
 from grpo.settings import Settings, format_exception, log, one_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-AGAIN_S = 10.0
+SAME_REQUEST_S = 10.0  # Two SIGTERMs within this time are one request, which a launcher has sent twice.
 
 
 def ignore_signals() -> None:
@@ -39,8 +41,8 @@ class StopRequest:
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
-        self.signal = 0  # the number of the first signal; 0: there was none
-        self.at_once = True  # while there is nothing to lose: before training, and in the evaluation after it
+        self.signal = 0  # The number of the first signal; 0 if there was none.
+        self.at_once = True  # True while nothing can be lost: before training, and in the evaluation after it.
         self.received = 0.0
 
     def listen(self) -> None:
@@ -51,11 +53,11 @@ class StopRequest:
 
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         """Handles a signal; raises KeyboardInterrupt(number) to end the run at once. These are ignored:
-        - torchrun's SIGTERM after another process has ended: the run is about to say which one.
+        - torchrun's SIGTERM after another process has ended: the run is about to report which one;
         - a second SIGHUP, as shell and kernel both send one when a terminal is lost;
-        - a second SIGTERM within AGAIN_S under a launcher: Slurm and scripts/torchrun.sh signal every process.
+        - a second SIGTERM within SAME_REQUEST_S under a launcher: Slurm and scripts/torchrun.sh signal every process.
         """
-        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + AGAIN_S
+        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + SAME_REQUEST_S
         if self.ranks.is_broken() or (self.ranks.launched and same_request):
             return
         self.received = time.monotonic()
@@ -67,12 +69,14 @@ class StopRequest:
         self.signal, self.at_once = self.signal or number, False
         if at_once:
             raise KeyboardInterrupt(number)
-        log.warning("signal %d: finishing this step and saving a checkpoint; once more ends the run at once", number)
+        log.warning(
+            "signal %d: finishing this step and saving a checkpoint; a second signal ends the run at once", number
+        )
 
 
 class RunFailure(RuntimeError):
-    """A failure with an exit code of its own; `label` stands before its message. `is_zipped`: the run's zip is written
-    after it."""
+    """A failure with an exit code of its own. `label` comes before its message in the log; `is_zipped`: whether the
+    run's zip is written after it."""
 
     code = 1
     label = "run"
@@ -80,7 +84,7 @@ class RunFailure(RuntimeError):
 
 
 class UnloadableModel(RunFailure):
-    """The model's files have damage that the preflight cannot see."""
+    """The model's files are damaged in a way that the preflight cannot see."""
 
     label = "model"
     is_zipped = False
@@ -95,20 +99,20 @@ def fail(problems: Sequence[str]) -> int:
     return 2
 
 
-def answer_failure(
+def handle_failure(
     error: BaseException,
     folder: Path,
     settings: Settings,
     micro_batch: int,
-    write_archive: Callable[[Path], object] | None,
+    write_files: Callable[[Path], object] | None,
 ) -> int:
-    """Logs why the run in `folder` ended, and what to do next; returns the exit code. `write_archive` writes the run's
-    zip; None on ranks other than 0."""
+    """Logs why the run in `folder` ended and what to do next; returns the exit code. `write_files` writes the run's
+    report and zip; None on ranks other than 0."""
     ignore_signals()  # A signal may have come just before the caller ignored them.
-    again, code, is_zipped = continuation(folder, vars(settings)), 1, False
-    torch = sys.modules.get("torch")  # Where nobody has imported torch, no GPU ran out of memory.
+    advice, code, is_zipped = continuation(folder, vars(settings)), 1, False
+    torch = sys.modules.get("torch")  # If torch is not imported, this is no OutOfMemoryError.
     if isinstance(error, KeyboardInterrupt):
-        log.warning("stopped at once; %s", again)
+        log.warning("stopped at once; %s", advice)
         code = 128 + (error.args[0] if error.args else signal.SIGINT)
     elif isinstance(error, RunFailure):
         log.critical("%s: %s", error.label, error)
@@ -122,15 +126,15 @@ def answer_failure(
         log.critical("out of memory: %s", str(error).splitlines()[0])
         log.critical("%s; then the same command continues", fix)
     elif is_full_disk(error, folder):
-        log.critical("no space left on a disk (`df -h` and `df -i` tell which): %s. Free some, %s", error, again)
+        log.critical("no space left on a disk (`df -h` and `df -i` tell which): %s. Free some, %s", error, advice)
     elif isinstance(error, RewardError):
         log.info("a reward function failed", exc_info=error, extra=FILE_ONLY)
-        log.critical("%s; when its cause is fixed, %s", error, again)
+        log.critical("%s; when its cause is fixed, %s", error, advice)
     else:
         log.critical("the run failed", exc_info=error)
-        log.critical("when its cause is fixed, %s", again)
-    if write_archive and is_zipped:
-        write_archive(folder)
+        log.critical("when its cause is fixed, %s", advice)
+    if write_files and is_zipped:
+        write_files(folder)
     return code
 
 
@@ -152,33 +156,34 @@ class LastMessageHandler(logging.Handler):
 
 
 def record_end(ranks: Ranks, folder: Path, settings: Settings, run: Callable[[], int]) -> int:
-    """Calls `run` in one of several processes that torchrun started, and returns its exit code. As torchrun reports
-    neither, the exit code and its reason are written into training.log and exit.json."""
+    """Calls `run` in a process that torchrun started, and returns its exit code. Writes the code and its reason into
+    training.log and exit.json, because torchrun reports neither."""
     last_message, code = LastMessageHandler(), 1
     log.addHandler(last_message)
     if ranks.rank:
         log.propagate = False
 
-    def write_loss(lost: RankLost) -> None:
-        """Rank 0 writes which rank is gone. Where rank 0 itself is, and wrote nothing, the first other rank does."""
+    def write_lost_rank(lost: RankLost) -> None:
+        """Writes which rank was lost. Rank 0 does so; if rank 0 itself was lost without a message, the first of the
+        other ranks."""
         if ranks.rank:
             if lost.rank or lost.message:
                 return
-            time.sleep(2 * (ranks.rank - 1))
+            time.sleep(2 * (ranks.rank - 1))  # A lower rank writes first, and this one then finds its file.
             if (folder / EXIT).exists() or not (folder / "training.log").is_file():
                 return
             start_logging(folder)
             log.propagate = True
         write_end(folder, lost.code, f"{lost}; {continuation(folder, vars(settings))}")
 
-    ranks.on_lost = write_loss
+    ranks.on_lost = write_lost_rank
     try:
         code = run()
         if not ranks.rank and code != 2:
             write_end(folder, code, last_message.message)
     except RankLost as lost:
         code = lost.code
-        write_loss(lost)
+        write_lost_rank(lost)
     finally:
         log.removeHandler(last_message)
         ranks.disconnect(code, last_message.message or f"exit code {code}")
@@ -193,8 +198,8 @@ def write_end(folder: Path, code: int, reason: str) -> None:
 
 
 def end_quietly(main: Callable[[], int]) -> int:
-    """The exit code of `main`. Where the reader of its output is gone (`--help | head`), there is no traceback, and the
-    code is that of a command which SIGPIPE ends."""
+    """Returns the exit code of `main`. If the reader of its output is gone (`--help | head`), there is no traceback,
+    and the exit code is that of a command which SIGPIPE ended."""
     code = None
     try:
         code = main()

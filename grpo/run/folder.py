@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OUTPUT_DIR before a run: what it holds, whether this run may go on there, and how it is made ready."""
+"""OUTPUT_DIR before a run: inspects what it holds, checks that this run may go on there, and makes it ready."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo.run import layout
 from grpo.run.best import adapter_fault
 from grpo.run.checkpoints import CUT_OFF, begins_with, checkpoints, find_checkpoint, retire_checkpoint
 from grpo.run.durable import Record, file_sha256, read_sealed, sync_files, write_sealed
-from grpo.run.layout import ADAPTER, BEST, COMPLETE, DELETING, EXIT, LOGS, MANIFEST, NO_RUN, OTHER, SETTINGS
+from grpo.run.layout import ADAPTER, ANOTHER_DIR, BEST, COMPLETE, DELETING, EXIT, LOGS, MANIFEST, NO_RUN, SETTINGS
 from grpo.settings import MAY_CHANGE, Problems, Settings, show
 
 
@@ -27,13 +27,13 @@ class RunState:
     folder: Path
     step: int = 0
     checkpoint: Path | None = None
-    exists: bool = False
-    choices: Record = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # Each says what is damaged, and what the run does about it.
+    exists: bool = False  # Whether the folder holds a run, in whatever state.
+    choices: Record = field(default_factory=dict)  # `choices` of settings.json.
+    notes: tuple[str, ...] = ()  # Each names a damaged file and what the run does about it.
 
 
 def mark_complete(folder: Path, steps: int) -> None:
-    """Records that a run has all its `steps`, and the checksum of its adapter, once all its files are on the disk."""
+    """Records that a run has all its `steps`, with the checksum of its adapter. All its files are on the disk first."""
     sync_files(folder)
     write_sealed(folder / COMPLETE, {"steps": steps, "adapter_sha256": file_sha256(folder / ADAPTER)})
 
@@ -46,36 +46,36 @@ def complete_steps(folder: Path) -> int:
 
 
 def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> RunState:
-    """The state of the run in OUTPUT_DIR. Adds a problem wherever this run must not go on there."""
+    """The state of the run in OUTPUT_DIR. Adds a problem for each reason why this run must not go on there."""
     folder, where = layout.run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"
     if not layout.check_output_dir(settings, problems):
         return RunState(folder)
     if not folder.exists() or all(path.name in NO_RUN for path in folder.iterdir()):
         archive = layout.zip_path(folder)
         if archive.is_file() and not settings.OVERWRITE:
-            fix = f"Move it away, set OVERWRITE=1 to replace it, or {OTHER}"
+            fix = f"Move it away, set OVERWRITE=1 to replace it, or {ANOTHER_DIR}"
             problems.add(where, f"{archive} of an earlier run is there", fix)
         return RunState(folder)
     deleting = (folder / DELETING).is_file()
     try:
         record = read_sealed(folder / (DELETING if deleting else SETTINGS))
-        before, fingerprint, choices = record["settings"], record["data_sha256"], record.get("choices", {})
+        recorded, fingerprint, choices = record["settings"], record["data_sha256"], record.get("choices", {})
     except (OSError, ValueError, KeyError) as error:
         fault, fix = "it holds files, but no run of this script (no settings.json)", "Empty it yourself"
         if (folder / SETTINGS).exists():
             fault = f"its settings.json is damaged ({error}): nothing else says what the run was started with"
             fix = "Put another copy in its place (the run's zip may have one)"
-        problems.add(where, fault, f"{fix}, or {OTHER}")
+        problems.add(where, fault, f"{fix}, or {ANOTHER_DIR}")
         return RunState(folder)
     if settings.OVERWRITE:
         for name in ("MODEL_ID", "INIT_ADAPTER"):
             path = Path(getattr(settings, name) or "/").expanduser()
             if path.exists() and path.resolve().is_relative_to(folder):
-                problems.add("OVERWRITE", f"it would delete the folder that {name} names", f"Move that, or {OTHER}")
+                problems.add("OVERWRITE", f"it would delete the folder that {name} names", f"Move it, or {ANOTHER_DIR}")
         return RunState(folder, exists=True)
     if deleting:
-        fault = "an OVERWRITE=1 that was deleting the run in it did not come to its end"
-        problems.add(where, fault, f"Set OVERWRITE=1 to delete the rest and start again, or {OTHER}")
+        fault = "OVERWRITE=1 was interrupted while it deleted the run there"
+        problems.add(where, fault, f"Set OVERWRITE=1 to delete the rest and start again, or {ANOTHER_DIR}")
         return RunState(folder, exists=True)
     step, checkpoint, faults = find_checkpoint(folder)
     fault_list = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
@@ -83,11 +83,11 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         reason = fault_list or "a run's zip has none"
         fix = f"Use it as it is (python scripts/evaluate.py {shlex.quote(str(folder))})"
         fault = f"it holds {adapter}, but no checkpoint that can be continued ({reason})"
-        problems.add(where, fault, f"{fix}, set OVERWRITE=1 to delete it, or {OTHER}")
+        problems.add(where, fault, f"{fix}, set OVERWRITE=1 to delete it, or {ANOTHER_DIR}")
         return RunState(folder, exists=True)
-    check_resume(settings, folder, max(step, complete_steps(folder)), before, problems)
+    check_resume(settings, folder, max(step, complete_steps(folder)), recorded, problems)
     if rows and fingerprint != data_fingerprint(rows):
-        fix = f"Restore DATA, EVAL_DATA and EVAL_SAMPLES to continue it, set OVERWRITE=1, or {OTHER}"
+        fix = f"Restore DATA, EVAL_DATA and EVAL_SAMPLES to continue it, set OVERWRITE=1, or {ANOTHER_DIR}"
         problems.add("DATA", f"the run in {folder} was started on other rows", fix)
     notes = []
     if not problems:
@@ -97,8 +97,8 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
 
 
 def unresumable_adapter(folder: Path, faults: Mapping[Path, str]) -> str | None:
-    """The adapter that training from step 0 would replace; None where there is none. An unpacked zip has one, and so
-    does a run whose checkpoints were deleted. `faults` are those of its checkpoints."""
+    """Names the adapter that training from step 0 would replace; None if there is none. An unpacked zip has one, and so
+    has a run whose checkpoints were deleted. `faults` are those of the checkpoints."""
     if (folder / ADAPTER).is_file():  # A run that leaves this file also leaves a checkpoint.
         return "a trained adapter"
     written = [path.name for path, fault in faults.items() if fault != CUT_OFF and (path / ADAPTER).is_file()]
@@ -106,7 +106,7 @@ def unresumable_adapter(folder: Path, faults: Mapping[Path, str]) -> str | None:
 
 
 def damage_notes(folder: Path, step: int, fault_list: str) -> list[str]:
-    """Notes on damage in spite of which the run goes on from `step`: of later checkpoints, and of best/."""
+    """Notes on damage that does not stop the run from going on at `step`: in later checkpoints, and in best/."""
     notes = []
     if fault_list:
         consequence = f"continues from step {step}" if step else "starts at step 0"
@@ -117,24 +117,24 @@ def damage_notes(folder: Path, step: int, fault_list: str) -> list[str]:
 
 
 def check_logs(folder: Path, step: int, checkpoint: Path, where: str, problems: Problems) -> list[str]:
-    """Adds a problem where a log does not begin with the bytes that it held when the checkpoint was written. Returns a
-    note on each missing log: its owner may have moved it away to go on."""
+    """Adds a problem for each log that does not begin with the bytes that it held when the checkpoint was written.
+    Returns a note on each missing log: the user may have moved a damaged one away."""
     notes = []
     for name, end in read_sealed(checkpoint / MANIFEST)["ends"].items():
         path = folder / name
         if not path.exists():
             notes.append(f"{name} is not there: a new one begins at step {step + 1}")
         elif not begins_with(path, end):
-            fault = f"{name} is no longer what was written until {checkpoint.name}: it was edited or damaged"
+            fault = f"the rows of {name} up to {checkpoint.name} were edited or damaged"
             fix = "Put another copy in its place (the run's zip may have one), move it away to go on without its rows"
-            problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {OTHER}")
+            problems.add(where, fault, f"{fix}, set OVERWRITE=1 to start again, or {ANOTHER_DIR}")
     return notes
 
 
-def check_resume(settings: Settings, folder: Path, step: int, before: Record, problems: Problems) -> None:
-    """Adds problems where the run in `folder`, which has come to `step` with the settings `before`, must not go on with
-    these settings. A setting that this version no longer has is ignored."""
-    where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {OTHER}"
+def check_resume(settings: Settings, folder: Path, step: int, recorded: Record, problems: Problems) -> None:
+    """Adds a problem for each setting with which the run in `folder` must not go on from `step`, given the settings
+    that it has `recorded`. Recorded settings that this version no longer has are ignored."""
+    where, delete = f"OUTPUT_DIR={settings.OUTPUT_DIR}", f"OVERWRITE=1 to delete it, or {ANOTHER_DIR}"
     length = "TOTAL_STEPS" if settings.NUM_TRAIN_EPOCHS is None else "NUM_TRAIN_EPOCHS"
     if step > settings.TOTAL_STEPS:
         fault = f"the run in {folder} has {step} steps, more than {settings.TOTAL_STEPS}"
@@ -144,23 +144,23 @@ def check_resume(settings: Settings, folder: Path, step: int, before: Record, pr
         fault = f"it holds a run that is complete ({step} of {settings.TOTAL_STEPS} steps)"
         problems.add(where, fault, f"Raise {length} to train on, set {delete}")
     for name, value in dataclasses.asdict(settings).items():
-        if name not in MAY_CHANGE and name in before and show(before[name]) != show(value):
-            then, now = (show(setting) or "nothing" for setting in (before[name], value))
+        if name not in MAY_CHANGE and name in recorded and show(recorded[name]) != show(value):
+            then, now = (show(setting) or "nothing" for setting in (recorded[name], value))
             fault = f"the run in {folder} was started with {then}, now it is {now}"
-            problems.add(name, fault, f"Set {name}={show(before[name])} to continue it, {delete}")
+            problems.add(name, fault, f"Set {name}={show(recorded[name])} to continue it, {delete}")
 
 
 def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Record]) -> None:
-    """Makes OUTPUT_DIR ready: deletes what OVERWRITE=1 allows, sets aside what a resumed run will write again, and
-    writes `records` by the names of their JSON files."""
+    """Makes OUTPUT_DIR ready: deletes the old run if OVERWRITE=1, cuts back what a resumed run writes again, and writes
+    `records`, the contents of JSON files by name."""
     folder = run.folder
     if run.exists and settings.OVERWRITE:
         layout.delete_run(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (COMPLETE, EXIT):  # A complete run goes on where TOTAL_STEPS was raised.
+    for name in (COMPLETE, EXIT):  # A complete run goes on if TOTAL_STEPS was raised.
         (folder / name).unlink(missing_ok=True)
     for step, path in checkpoints(folder):
-        if step > run.step:  # This checkpoint is cut off, damaged, or without its logs.
+        if step > run.step:  # The run cannot continue from this one: see `find_checkpoint`.
             retire_checkpoint(path)
     cut_logs(folder, run.checkpoint)
     for name, record in records.items():
@@ -169,8 +169,9 @@ def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Record]
 
 
 def cut_logs(folder: Path, checkpoint: Path | None) -> None:
-    """Cuts each log back to its length when the checkpoint was written: the run writes the later rows again. Without a
-    checkpoint the logs begin anew. A log that was moved away is taken out of all manifests, as a new one begins."""
+    """Cuts each log back to its length when the checkpoint was written, because the run writes the later rows again.
+    Without a checkpoint the logs are deleted. A log that was moved away is removed from all manifests: a new one with
+    other contents begins."""
     missing = {name for name in LOGS if not (folder / name).exists()}
     for manifest in [path / MANIFEST for _, path in checkpoints(folder)] if missing else ():
         with contextlib.suppress(OSError, ValueError, KeyError):  # A damaged checkpoint is not continued anyway.
@@ -186,7 +187,7 @@ def cut_logs(folder: Path, checkpoint: Path | None) -> None:
 
 
 def continuation(folder: Path, settings: Record) -> str:
-    """What the same command does with the run in `folder` that ended before it was complete."""
+    """A clause that tells the user how to continue the incomplete run in `folder`: what the same command will do."""
     if (folder / DELETING).is_file():
         return "the same command deletes the rest and starts at step 0"
     command = "the same command WITHOUT OVERWRITE=1" if settings.get("OVERWRITE") else "the same command"

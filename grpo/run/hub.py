@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishing on the Hub: parts of a card, and the upload."""
+"""Publishing on the Hub: parts of the model card, and the upload."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
 
 
-def short(text: str) -> str:
-    """A setting's value without the folders of absolute paths: a report may be shown to others."""
+def without_folders(text: str) -> str:
+    """A setting's value with absolute paths cut to their file names, because a report may be shown to others."""
     parts = [part.strip() for part in text.split(",")]
     return ", ".join(Path(part).name if part.startswith("/") else part for part in parts)
 
 
 def chosen_settings(sources: Mapping[str, str], values: Record) -> str:
-    """The settings that somebody chose, as a section of a card."""
+    """A section of the model card with the settings that are not at their defaults."""
     chosen = [name for name, spec in FIELDS.items() if spec.metadata["group"] != "Output"]
     chosen = [name for name in chosen if name in values and sources.get(name, "default") != "default"]
-    rows = table(["Setting", "Value"], [[f"`{name}`", short(show(values[name]))] for name in chosen])
+    rows = table(["Setting", "Value"], [[f"`{name}`", without_folders(show(values[name]))] for name in chosen])
     return f"## Settings\n\nThose that are not train_grpo.py's defaults.\n\n{rows}\n"
 
 
 def check_account(repo: str) -> None:
-    """Checks, before anything takes time, that the Hub takes the name and knows the token. Raises InputError."""
+    """Checks that the Hub accepts the name and the token, before long work begins. Raises InputError."""
     try:
         from huggingface_hub import HfApi  # Imported here, as a card does not need it.
         from huggingface_hub.utils import validate_repo_id
@@ -53,7 +53,7 @@ def check_account(repo: str) -> None:
 
 
 def upload(folder: Path, repo: str) -> str:
-    """Uploads all files of a folder to a model repository of the Hub, a new one being private; returns its address."""
+    """Uploads all files of a folder to a model repository of the Hub and returns its address. A new one is private."""
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OUTPUT_DIR and what lies beside it: the names, the lock, the disk, and the deletion by OVERWRITE=1."""
+"""OUTPUT_DIR and the files beside it: their names, the lock, full disks, and the deletion by OVERWRITE=1."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MANIFEST = "manifest.json"  # The last file of a checkpoint.
 ADAPTER = "adapter_model.safetensors"
 BEST = "best"  # The folder of the best evaluated adapter.
 LOGS = ("metrics.csv", "completions.csv")
-# A folder with nothing but these holds no run: a kill in a run's first write leaves the first one, a new file system
-# has the second one.
+# A folder with nothing else holds no run: a kill during a run's first write leaves the first of these, and a new file
+# system has the second.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
-OTHER = "choose another OUTPUT_DIR"
+ANOTHER_DIR = "choose another OUTPUT_DIR"
 # The names of all files and folders that a run writes. OVERWRITE=1 deletes them.
-OF_A_RUN = re.compile(
+RUN_FILES = re.compile(
     r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-\w+|best)(\.\d+)?|best(\.old|\.tmp)?|adapter\.tmp"
     r"|report|runs|((metrics|completions)\.csv|report\.html|training\.log|README\.md"
     r"|(settings|versions|evaluation|closed_loop|complete|exit|adapter_config)\.json|adapter_model\.safetensors"
@@ -70,23 +70,23 @@ def lock_path(folder: Path) -> Path:
 
 @dataclass
 class RunLock:
-    """The lock of OUTPUT_DIR, with the paths that were created for it: its file, then the folders above, innermost
-    first."""
+    """The lock of OUTPUT_DIR, and the paths that were created for it: the lock file, then the folders above it,
+    innermost first."""
 
     file: FileLock
     created: list[Path]
 
     def release(self, remove: bool = False) -> None:
-        """Lets others write to OUTPUT_DIR. `remove` deletes files and folders made for it: a start was refused."""
+        """Lets others write to OUTPUT_DIR. `remove`, for a start that was refused, also deletes the `created` paths."""
         for path in self.created if remove else ():
-            with contextlib.suppress(OSError):  # It may not exist, or hold other people's files by now.
+            with contextlib.suppress(OSError):  # The path may be gone, or hold other people's files by now.
                 path.rmdir() if path.is_dir() else path.unlink()
         self.file.release()
 
 
 def lock_run(folder: Path) -> RunLock | None:
-    """Locks OUTPUT_DIR until this process ends; returns None where another process holds the lock. Raises OSError where
-    the lock cannot be created: filelock follows no link."""
+    """Locks OUTPUT_DIR until this process ends; returns None if another process holds the lock. Raises OSError if the
+    lock file cannot be created, for example because there is a link, which filelock does not follow."""
     from filelock import FileLock, Timeout  # Imported here, so that the preflight can report it missing.
 
     path = lock_path(folder)
@@ -104,8 +104,8 @@ def lock_run(folder: Path) -> RunLock | None:
 
 
 def check_output_dir(settings: Settings, problems: Problems) -> bool:
-    """Checks that OUTPUT_DIR, and the zip beside it, can be written. Returns False where the folder cannot hold a run
-    at all."""
+    """Checks that OUTPUT_DIR, and the zip beside it, can be written. Returns False if OUTPUT_DIR cannot be a folder at
+    all."""
     folder, where = run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"
     parent = existing_parent(folder)
     if not settings.OUTPUT_DIR.strip() or not parent.is_dir():
@@ -114,13 +114,13 @@ def check_output_dir(settings: Settings, problems: Problems) -> bool:
         return False
     for path in {parent, existing_parent(folder.parent)}:
         if not os.access(path, os.W_OK) or not folder.name:
-            problems.add(where, f"{path} is not writable", "Choose a folder that is, inside a writable one")
+            problems.add(where, f"{path} is not writable", "Choose a writable folder inside a writable one")
     return bool(folder.name)
 
 
 def lock_output_dir(environ: Mapping[str, str]) -> tuple[RunLock | None, str | None]:
-    """The lock of OUTPUT_DIR, or the reason why it cannot be taken. Both are None where settings or packages cannot be
-    used: the checks then list every problem at once."""
+    """(the lock of OUTPUT_DIR, the problem that prevents it); one of them is None. Both are None if settings or
+    packages have problems, because the preflight then lists all of them."""
     settings, _, problems = load_settings(environ)
     if problems or not check_output_dir(settings, problems) or problems:
         return None, None
@@ -132,27 +132,28 @@ def lock_output_dir(environ: Mapping[str, str]) -> tuple[RunLock | None, str | N
         return None, None
     except OSError as error:
         reason = f"its lock {lock_path(folder)} cannot be taken ({error}). Mend that"
-    return None, f"OUTPUT_DIR={settings.OUTPUT_DIR}: {reason}, or {OTHER}"
+    return None, f"OUTPUT_DIR={settings.OUTPUT_DIR}: {reason}, or {ANOTHER_DIR}"
 
 
 def delete_run(folder: Path) -> None:
     """Deletes the run in `folder` and its zip. The folder itself stays, because it may be a mount point, and so do
-    files that no run wrote. Until `prepare_run` has written a new run's settings the folder holds DELETING, which tells
-    `inspect_run` after a kill that the deletion had begun."""
+    files that no run wrote. The folder holds DELETING until `prepare_run` has written the new run's settings, so that
+    `inspect_run` knows after a kill that the deletion had begun."""
     with contextlib.suppress(FileNotFoundError):  # An earlier deletion may have been killed after the renaming.
         os.replace(folder / SETTINGS, folder / DELETING)
     zip_path(folder).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if OF_A_RUN.fullmatch(path.name):
+        if RUN_FILES.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-TORCH_WRITE_ERRORS = ("inline_container", "iostream error")  # Words of its zip writer and of the stream below that.
+TORCH_WRITE_ERRORS = ("inline_container", "iostream error")  # By torch's zip writer, and by the stream below it.
 
 
 def is_full_disk(error: BaseException, folder: Path) -> bool:
-    """Whether an exception or its cause says that a disk, or a quota, is full of bytes or of files. safetensors and
-    torch.save raise no OSError, and torch's words fit every failed write: then the disk of `folder` is looked at."""
+    """Whether an exception or its cause says that a disk or a quota has no room for more bytes or files. safetensors
+    and torch.save raise no OSError, and torch's message is the same for every failed write: for that, the free space of
+    `folder` decides."""
     cause: BaseException | None = error
     while cause is not None:
         number, text = getattr(cause, "errno", None), str(cause)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes while it trains: metrics.csv and completions.csv row by row, training.log, warnings,
-and how long it still takes."""
+"""Logs that a run writes while it trains: metrics.csv and completions.csv row by row, and training.log with warnings
+and the time left."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from rewards import best_action
 COLUMNS = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
 # Unit and meaning of each column, in order. The columns of the tasks' simulators come after heldout_reward.
 METRICS: dict[str, list[str]] = {}
-for name, facts in COLUMNS["metrics.csv"].items():
-    METRICS[name] = facts
+for name, unit_and_meaning in COLUMNS["metrics.csv"].items():
+    METRICS[name] = unit_and_meaning
     if name == "heldout_reward":
         METRICS |= {figure: [spec["unit"], spec["meaning"]] for figure, spec in TASK_FIGURES.items()}
 COMPLETIONS: dict[str, list[str]] = COLUMNS["completions.csv"]
@@ -46,14 +46,14 @@ def function_column(name: str) -> str:
 
 
 def read_header(path: Path) -> list[str]:
-    """The columns of a log; none where it is empty."""
+    """The columns of a log; an empty list for an empty file."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         return next(csv.reader(file), [])
 
 
 class CsvLog:
-    """A CSV that grows row by row; each row is flushed, so that a killed run keeps what it had. Raises ValueError where
-    the file is there with other columns."""
+    """A CSV that grows row by row. Each write is flushed, so that a killed run keeps its rows. Raises ValueError if the
+    file exists with other columns."""
 
     def __init__(self, path: Path, columns: Iterable[str]):
         self.columns = list(columns)
@@ -67,8 +67,8 @@ class CsvLog:
             raise ValueError(f"{columns}: finish the run with the version that began it")
 
     def write(self, rows: Iterable[Mapping[str, Cell]]) -> None:
-        """Appends rows. Those with a carriage return are quoted whole, because Python's writer does not quote a cell
-        for that alone, and the row would read back as two."""
+        """Appends rows. In a row with a carriage return every cell is quoted: Python's writer does not quote a cell for
+        that alone, and the row would be read back as two."""
         text = io.StringIO(newline="")
         plain = csv.writer(text, lineterminator="\n")
         quoted = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
@@ -87,7 +87,7 @@ class CsvLog:
 
 
 BOX_WIDTH = 100  # A wider box breaks in a usual terminal.
-WATCHED = ("reward", "zero_std_fraction", "parse_rate")  # The columns of metrics.csv that the run warns by.
+WATCHED = ("reward", "zero_std_fraction", "parse_rate")  # The columns of metrics.csv that warnings are computed from.
 WARN_EVERY = 10  # Steps between two warnings about the same thing.
 UNLEARNED = (
     "parse rate fell to {:.2f} over the last 5 steps, its best was {:.2f}: the answer format is being unlearned. "
@@ -110,7 +110,7 @@ EQUAL_REWARDS = (
 
 
 def banner_text(text: str) -> str:
-    """A warning in a box, so that a degraded run does not look like a normal one."""
+    """A warning in a box, so that nobody overlooks it."""
     lines = textwrap.wrap(text, BOX_WIDTH - 4, break_long_words=False, break_on_hyphens=False) or [""]
     width = max(map(len, lines))
     bar = "=" * (width + 4)
@@ -118,8 +118,8 @@ def banner_text(text: str) -> str:
 
 
 def parse_rate_warning(history: Sequence[float]) -> str | None:
-    """A sentence when answers stop parsing, by the parse rate of each step: the last 5 steps against the best 5 steps
-    so far. None while all is well."""
+    """A warning if answers stop parsing, from the parse rate of each step: if the mean of the last 5 steps is more than
+    0.1 below the best 5 steps in a row, or if that of the first 5 steps is below 0.5. Else None."""
     means = [sum(history[i : i + 5]) / 5 for i in range(len(history) - 4)]
     if means and means[-1] < max(means) - 0.1:
         return UNLEARNED.format(means[-1], max(means))
@@ -127,21 +127,21 @@ def parse_rate_warning(history: Sequence[float]) -> str | None:
 
 
 def reward_warning(rewards: Sequence[float], shares: Sequence[float]) -> str | None:
-    """A sentence when steps teach nothing, by the mean reward and the zero_std_fraction of each step: the last one has
-    no reward, or the last 5 have none that differ inside a group. None while all is well."""
+    """A warning if steps teach nothing, from the mean reward and the zero_std_fraction of each step: if the last step
+    has no reward, or if in the last 5 steps all rewards of each group are equal. Else None."""
     if math.isnan(rewards[-1]):
         return NO_REWARD
     return EQUAL_REWARDS if len(shares) >= 5 and min(shares[-5:]) == 1 else None
 
 
-RECENT = 10  # steps that the pace is taken from
-LEAST = 3  # steps before the pace is known: the first ones also compile and load
-UNKNOWN = f"time left not known before step {LEAST}"
+RECENT_STEPS = 10  # The pace is the median of so many steps.
+LEAST_STEPS = 3  # Steps before the pace is known: the first ones also compile and load.
+TIME_UNKNOWN = f"time left not known before step {LEAST_STEPS}"
 
 
 class Pace:
-    """The times of a run of `total` steps, from the rows of its metrics.csv, evaluated every `eval_steps` steps (0:
-    only before and after). Of `steps_per_rollout` steps in a row, one generates."""
+    """Estimates the time left of a run of `total` steps, from the rows of its metrics.csv. `eval_steps`: the steps
+    between two evaluations (0: only before and after training). `steps_per_rollout`: in so many steps one generates."""
 
     def __init__(
         self, total: int, eval_steps: int, rows: Iterable[Mapping[str, Cell]] = (), steps_per_rollout: int = 1
@@ -153,7 +153,7 @@ class Pace:
             self.add(row)
 
     def add(self, row: Mapping[str, Cell]) -> None:
-        """Adds the times of a row, text or numbers; empty cells, None, and numbers that are not finite do not count."""
+        """Adds the times in a row, as text or numbers; skips empty cells, None, and numbers that are not finite."""
         for column, seconds in (("step_s", self.step_s), ("eval_s", self.eval_s)):
             with contextlib.suppress(ValueError):
                 if math.isfinite(value := float(row.get(column) or "nan")):
@@ -161,19 +161,19 @@ class Pace:
 
     def seconds_left(self, step: int) -> float:
         """Seconds from the end of `step` to the end of the last evaluation. Each step counts as the median of the last
-        RECENT, each evaluation as the last one did (0 before the first). NaN before LEAST steps. Where steps share a
-        rollout, means over as many steps take the place of a step's time."""
+        RECENT_STEPS, each evaluation as the last one did (0 before the first). NaN before LEAST_STEPS steps. If steps
+        share a rollout, means over as many steps take the place of a step's time."""
         shared = self.steps_per_rollout
         means = [sum(self.step_s[n : n + shared]) / shared for n in range(len(self.step_s) - shared + 1)]
-        if len(self.step_s) < LEAST or not means:
+        if len(self.step_s) < LEAST_STEPS or not means:
             return math.nan
         evaluations = 1  # One comes after training.
         if self.eval_steps:
             evaluations += (self.total - 1) // self.eval_steps - step // self.eval_steps
-        return (self.total - step) * median(means[-RECENT:]) + evaluations * sum(self.eval_s[-1:])
+        return (self.total - step) * median(means[-RECENT_STEPS:]) + evaluations * sum(self.eval_s[-1:])
 
     def time_left(self, step: int) -> str:
-        """`about 1 h 40 min left`; empty where it is not known."""
+        """The time left as text, such as `about 1 h 40 min left`; empty if it is not known."""
         if math.isnan(seconds := self.seconds_left(step)):
             return ""
         hours, minutes = divmod(round(seconds / 60), 60)
@@ -182,12 +182,12 @@ class Pace:
 
 
 class RunLog:
-    """The logs of OUTPUT_DIR: a step's completions and metrics, its line in training.log, and a warning where answers
+    """The logs of OUTPUT_DIR: each step's completions and metrics, its line in training.log, and warnings if answers
     stop parsing or rewards stop teaching. A resumed run goes on with the history in metrics.csv.
 
-    functions: the reward functions' names; prompts: whether completions.csv holds the prompts; direct: whether one
-    token of each completion is chosen (DIRECT_ANSWERS), so that nothing is said about their form and length;
-    steps_per_rollout: steps that share their completions."""
+    `functions`: the names of the reward functions; `prompts`: whether completions.csv holds the prompts; `direct`:
+    whether each completion is a single chosen token (DIRECT_ANSWERS), whose form and length are not logged;
+    `steps_per_rollout`: how many steps share their completions."""
 
     def __init__(
         self,
@@ -222,9 +222,10 @@ class RunLog:
         zero_std_fraction: float,
         expected_share: float | None = None,
     ) -> None:
-        """Writes a step's completions, each with its weighted reward of `totals` (N,) and what each function gave it,
-        `scores` (N, F), and remembers their rates. `zero_std_fraction`: the share of their groups that teach nothing;
-        `expected_share`: the share of them that learns from its expected reward, None without EXPECTED_REWARD."""
+        """Writes a step's N completions, each with its weighted reward in `totals` (N,) and the scores of the F reward
+        functions in `scores` (N, F), and keeps their rates for `write_step`. `zero_std_fraction`: the share of groups
+        that teach nothing; `expected_share`: the share of completions that learn from their expected reward, None
+        without EXPECTED_REWARD."""
         self.completions.write(
             {
                 "step": step,
@@ -253,7 +254,8 @@ class RunLog:
         return dict(zip(LOGS, (self.metrics.sync(), self.completions.sync()), strict=True))
 
     def write_step(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """Writes a step's row: `figures` by column of METRICS. `write_completions` has computed the others."""
+        """Writes a step's row and its line, and warns. `figures`: values by column of METRICS; the other columns were
+        computed by `write_completions`."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         row: dict[str, Cell] = {"step": step, "time": now, **self.rates, **figures}
         row |= {name: f"{value:.6g}" for name, value in row.items() if isinstance(value, float)}
@@ -280,24 +282,24 @@ class RunLog:
 
 
 def is_unread(descriptor: int) -> bool:
-    """Whether what is written to this descriptor has no reader any more."""
+    """Whether nobody reads the other end of this descriptor any more."""
     poll = select.poll()
     poll.register(descriptor, 0)  # Errors and hang-ups are always reported.
     return bool(poll.poll(0))
 
 
 def detach_closed_terminal() -> None:
-    """Sends stdout and stderr to nowhere where nobody reads them any more (a lost SSH session, a `| tee` that ended):
-    writing there raises OSError, which must not end a run or change its exit code."""
+    """Redirects stdout and stderr to /dev/null if nobody reads them any more (a lost SSH session, a `| tee` that
+    ended): writing to them raises OSError, which must not end a run or change its exit code."""
     for stream in (1, 2):
         if is_unread(stream):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream)
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream)
+            os.close(null)
 
 
 class TerminalHandler(logging.StreamHandler):
-    """Writes to stdout for as long as somebody reads that."""
+    """Writes to stdout until nobody reads it any more."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         detach_closed_terminal()  # training.log has the message.
@@ -313,7 +315,7 @@ def start_logging(folder: Path) -> None:
     for handler in (terminal, file):
         handler.setFormatter(formatter)
         root.addHandler(handler)
-    logging.raiseExceptions = False  # On a full disk the run's own writes fail, and report it once.
+    logging.raiseExceptions = False  # On a full disk the run's own writes fail: that is reported once, not per message.
     log.setLevel(logging.INFO)
     logging.captureWarnings(True)
     # Every run aligns the model's special tokens with the tokenizer's.

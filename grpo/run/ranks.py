@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process a GPU: which of the run's processes this one is, how they speak to each other, and how they notice that
-one of them is gone.
+"""One process per GPU: reads which of the run's processes this is, exchanges values between them, and notices when one
+of them is lost.
 
 Simplified: every process has the whole model, so only gradients, token ids, log-probs and short messages travel.
 The groups are made directly, not by `init_process_group`: torch's default group stays free for vLLM, and a collective
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_")
 CONNECT_S = 300.0  # Seconds until all processes must have connected.
-SILENT_ROUNDS = 45  # A machine counts as lost after so many rounds of a second without its heartbeat.
-GRACE_S = 20.0  # Seconds after the loss of a process in which the others end: torchrun kills them after 30.
-# A slow process is not lost: only the heartbeat says who is, so gloo's own limit must not come first.
+SILENT_ROUNDS = 45  # A machine counts as lost after so many seconds (rounds of `_beat`) without a heartbeat.
+GRACE_S = 20.0  # Seconds in which the others end after a process is lost: torchrun kills them after 30.
+# A slow process is not a lost one. Only the heartbeat tells them apart, so gloo's own timeout must not come first.
 GLOO_TIMEOUT = timedelta(days=30)
 NCCL_TIMEOUT = timedelta(hours=1)  # All ranks have met on gloo just before, so they are milliseconds apart.
 
 
 class RankLost(RuntimeError):
-    """Another process ended: with an exit code and a message of its own, or without a word."""
+    """Another process ended: with an exit code and a message of its own, or without any."""
 
     def __init__(self, rank: int, code: int = 1, message: str = ""):
         super().__init__(rank, code, message)
@@ -78,9 +78,9 @@ class Ranks:
     on_lost: Callable[[RankLost], None] = lambda lost: None
 
     def __post_init__(self) -> None:
-        self.lost: RankLost | None = None  # The first process that is gone.
+        self.lost: RankLost | None = None  # The first process that was lost.
         self.disconnected = threading.Event()
-        self.rounds_waited = 0  # Seconds since the store answered last.
+        self.rounds_waited = 0  # Rounds of `_guard`, a second each, since the store last answered.
         self.siblings: dict[int, int] = {}  # Rank -> process id, of the others on this machine.
         self.threads: list[threading.Thread] = []  # Empty until `connect` is done.
         self.nccl: ProcessGroup | None = None  # It is made at the first sum of tensors on GPUs.
@@ -123,25 +123,25 @@ class Ranks:
         return cls(rank, size, local_rank, local_size, address, port, run_id, launched=True)
 
     def share_out(self, count: int, group: int = 1) -> range:
-        """This process's part of `count` rows, in whole groups where `group` divides them. Where the ranks cannot get
-        equal parts, the first ones get more."""
+        """This process's part of `count` rows, in whole groups if `group` divides `count`. If the parts cannot be
+        equal, the first ranks get more."""
         group = group if count % group == 0 else 1
         groups = count // group
         start, stop = (groups // self.size * n + min(n, groups % self.size) for n in (self.rank, self.rank + 1))
         return range(start * group, stop * group)
 
     def connect(self) -> None:
-        """Waits for all processes, and begins to watch them. Raises RankLost where one does not come."""
+        """Waits for all processes, then begins to watch them. Raises RankLost if one does not connect."""
         if self.size == 1:
             return
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
         self.store, deadline = self._open_store(), time.monotonic() + CONNECT_S
         self.store.set(f"here/{self.rank}", "")
-        # A group's start blocks and answers no signal, so all processes are waited for before.
+        # Creating a group blocks and answers no signal, so this waits for all processes first.
         while missing := [rank for rank in range(self.size) if not self.store.check([f"here/{rank}"])]:
             if time.monotonic() > deadline:
-                raise RankLost(missing[0], message=f"it did not come within {CONNECT_S:.0f} s")
+                raise RankLost(missing[0], message=f"it did not connect within {CONNECT_S:.0f} s")
             time.sleep(0.05)
         gloo = ProcessGroupGloo(PrefixStore("gloo", self.store), self.rank, self.size, GLOO_TIMEOUT)
         # Gloo's group is never destroyed: its destructor waits for collectives that others may never join.
@@ -157,7 +157,7 @@ class Ranks:
             thread.start()
 
     def _open_store(self) -> Store:
-        """A connection to the launcher's store: no process of the run listens for one."""
+        """A new connection to the store, which torchrun serves."""
         from torch.distributed import PrefixStore, TCPStore
 
         try:
@@ -170,7 +170,8 @@ class Ranks:
     # ---- Exchanging values: all processes must call these in the same order. They raise RankLost. ----
 
     def _wait(self, work: Work) -> None:
-        """Waits for `work`, however late other ranks are, unless one is lost. Short pauses let signals be answered."""
+        """Waits for `work` for as long as other ranks take; raises RankLost if one is lost. The pauses are short, so
+        that signals are answered."""
         pause = 0.0005
         while not work.is_completed():
             if self.lost:
@@ -179,7 +180,7 @@ class Ranks:
             pause = min(pause * 1.2, 0.02)
         try:
             work.wait()
-        except RuntimeError as error:  # A connection broke, and the heartbeat is about to learn who is gone.
+        except RuntimeError as error:  # A connection broke, and the heartbeat is about to learn which rank is lost.
             for _ in range(10 * (SILENT_ROUNDS + 10)):
                 if self.lost:
                     raise self.lost from None
@@ -225,26 +226,25 @@ class Ranks:
             options = backend.Options()
             options._timeout = NCCL_TIMEOUT
             nccl = backend(torch.distributed.PrefixStore("nccl", self._open_store()), self.rank, self.size, options)
-            self.nccl = cast("ProcessGroup", nccl)  # It is cast for the same reason as gloo.
+            self.nccl = cast("ProcessGroup", nccl)  # Cast for the same reason as gloo.
         self._wait(self.nccl.allreduce([tensor]))
 
     # ---- Noticing lost processes ----
 
     def is_broken(self) -> bool:
-        """Whether another process is gone: then a SIGTERM is torchrun's, which ends all processes after the first."""
+        """Whether another process is lost: a SIGTERM then comes from torchrun, which ends the other processes."""
         return not self.disconnected.is_set() and (self.lost is not None or self._lost_sibling() is not None)
 
     def _lost_sibling(self) -> int | None:
         return next((rank for rank, pid in self.siblings.items() if has_ended(pid)), None)
 
     def _report(self, rank: int, code: int = 1, message: str = "") -> RankLost:
-        """Records in the store that a process is gone, unless another one is recorded; returns the recorded one."""
+        """Records in the store how a process ended, if it is the first that did. Returns the first."""
         return RankLost(*json.loads(self.store.compare_set("end", "", json.dumps([rank, code, message]))))
 
     def _beat(self) -> None:
-        """Tells the others once a second that this machine is alive, and looks for processes that are gone. A process
-        that is busy or stopped counts as alive. Each machine has a heartbeat because one that loses its power closes no
-        connection."""
+        """Tells the others once a second that this machine is alive, and looks for lost processes. A process that is
+        busy or stopped is not lost. Machines need a heartbeat because one that loses power closes no connection."""
         beats: dict[int, int] = {}
         silent: Counter[int] = Counter()
         while not self.lost and not self.disconnected.wait(1):
@@ -252,6 +252,7 @@ class Ranks:
                 self.store.add(f"beat/{self.machine}", 1)
                 lost_rank = self._lost_sibling()
                 if lost_rank is not None or self.store.check(["end"]):
+                    # If the store has an end already, that one is returned, and the arguments do not count.
                     self.lost = self._report(self.rank if lost_rank is None else lost_rank)
                 for machine in self.other_machines:
                     beat = self.store.add(f"beat/{machine}", 0)
@@ -259,13 +260,13 @@ class Ranks:
                     beats[machine] = beat
                     if silent[machine] > SILENT_ROUNDS:
                         self.lost = self._report(machine)
-            except RuntimeError:  # The store is gone, and with it the launcher on rank 0's machine.
+            except RuntimeError:  # The store ended, and so did the launcher on rank 0's machine, which serves it.
                 self.lost = self.lost or RankLost(0)
             self.rounds_waited = 0
 
     def _guard(self) -> None:
-        """Ends this process if it does not notice that another one is gone. It may be in a rollout, or wait for a store
-        whose machine is gone."""
+        """Ends this process GRACE_S after another one was lost, if the main thread has not done so: it may be in a
+        rollout. If `_beat` gets no answer from the store for SILENT_ROUNDS, rank 0 counts as lost."""
         while not self.lost and not self.disconnected.wait(1):
             self.rounds_waited += 1
             if self.rounds_waited > SILENT_ROUNDS:
@@ -282,9 +283,9 @@ class Ranks:
             if not self.lost:
                 self._report(self.rank, code, message)
         self.disconnected.set()
-        for thread in self.threads:  # A thread that still uses the store when Python ends would abort the process.
+        for thread in self.threads:  # A thread that still used the store when Python ended would abort the process.
             thread.join(2)
         if self.nccl is not None:
             self.nccl.abort()  # Unlike `shutdown`, this waits for nobody.
         if self.rank == 0 and self.other_machines:
-            time.sleep(3)  # The store ends with rank 0's torchrun, and the others read there how the run ended.
+            time.sleep(3)  # The store ends with rank 0's torchrun; until then the others read how the run ended.

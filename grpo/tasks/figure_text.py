@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def number(value: object) -> float:
+def finite_number(value: object) -> float:
     """A finite number, or NaN for anything else: an empty cell, `inf`, None."""
     try:
         result = float(value)  # type: ignore[arg-type]
@@ -17,16 +17,16 @@ def number(value: object) -> float:
     return result if math.isfinite(result) else math.nan
 
 
-def part(record: object, *names: str) -> dict[str, Any]:
+def object_at(record: object, *names: str) -> dict[str, Any]:
     """The JSON object at a path of `names` inside `record`; an empty one if the path leads to no object."""
     for name in names:
         record = record.get(name) if isinstance(record, dict) else None
     return record if isinstance(record, dict) else {}
 
 
-def spread(figures: Mapping[str, object], name: str, digits: str = ".3f", label: str = "") -> str:
+def with_interval(figures: Mapping[str, object], name: str, digits: str = ".3f", label: str = "") -> str:
     """A figure with its 95% interval, if it has one: `0.521 (0.480 to 0.560)`; `-` if the figure is missing."""
-    value, low, high = (number(figures.get(name + end)) for end in ("", "_low", "_high"))
+    value, low, high = (finite_number(figures.get(name + end)) for end in ("", "_low", "_high"))
     if math.isnan(value):
         return "-"
     interval = "" if math.isnan(low + high) else f" ({label}{low:{digits}} to {high:{digits}})"
@@ -34,7 +34,8 @@ def spread(figures: Mapping[str, object], name: str, digits: str = ".3f", label:
 
 
 def verdict_of(low: float, high: float) -> str:
-    """A verdict from the 95% interval of the trained model's improvement over the base model; NaN if there is none."""
+    """A verdict from the ends of the 95% interval of the trained model's improvement over the base model; these are NaN
+    if there is no interval."""
     if low > 0:
         return "the trained model is better than the base model"
     if high < 0:

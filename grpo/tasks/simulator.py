@@ -3,10 +3,11 @@
 
 A task is a folder grpo/tasks/NAME, chosen by TASK=NAME. Its task.json holds (docs/tasks.md):
 - `defaults`: values of settings, which come before those of grpo/settings.py;
-- `profiles`: held-out files that come with the project, and the EVAL_PROFILE that belongs to each;
+- `profiles`: held-out files that come with the project, and for each the EVAL_PROFILE that belongs to it;
 - `best_by` and `figures`: columns of metrics.csv that its simulator measures. With BEST_BY=`best_by` the adapter with
-  the lowest value of the first column is the best. A simulator is an object named SIMULATOR in the folder's
-  simulator.py.
+  the lowest value of the first column is the best.
+
+A task's simulator is the object SIMULATOR in the simulator.py of its folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from grpo.data.files import Row
 from grpo.settings import Problems, Settings
 
-if TYPE_CHECKING:  # the checks before a run name numpy where it is missing
+if TYPE_CHECKING:  # a check that names missing packages must run without numpy
     import numpy as np
 
 GREEDY = "_greedy"  # suffix of a model's name in `totals`, for one pass with its likeliest answers
@@ -43,7 +44,7 @@ class Responder(Protocol):
 
 @dataclass(frozen=True)
 class SimulationPlan:
-    """Whether a simulator runs beside the held-out rows of a run; subclasses of simulators add their own inputs."""
+    """Whether a simulator runs beside the held-out rows of a run; each simulator's subclass adds its own inputs."""
 
     reason: str = "the task has no simulator"
     runs: bool = False

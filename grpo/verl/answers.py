@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows' answers for verl's SFT: the tokens that a rollout would see and write, whatever the chat template.
 
-verl's own data set renders each message by itself, which templates such as Harmony's do not take.
+verl's own data set renders each message by itself, which templates such as Harmony's do not support.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def prompt_and_answer(
     prompt = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
     if has_channels(tokenizer):  # `answer` already has the form that the model writes.
         return prompt, answer
-    talk = [*messages, {"role": "assistant", "content": rewards.final_channel(answer)}]
-    text = tokenizer.apply_chat_template(talk, tokenize=False, **options)
+    conversation = [*messages, {"role": "assistant", "content": rewards.final_channel(answer)}]
+    text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     if not text.startswith(prompt):
-        raise ValueError("the chat template writes an answer elsewhere than behind the prompt. Take another template")
+        raise ValueError("the chat template does not write an answer right after the prompt. Use another template")
     return prompt, text.removeprefix(prompt)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward manager that passes on special tokens and whether a completion ended, as train_grpo.py does.
 
-verl's own managers strip special tokens, and pass on neither the tokens nor the end. Only verl's workers load this one.
+verl's own managers strip special tokens, and pass on neither the tokens nor whether a completion ended. Only verl's
+workers load this one.
 """
 
 from __future__ import annotations

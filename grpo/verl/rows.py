@@ -20,14 +20,14 @@ from grpo.preflight.choices import choose_demo, choose_rewards
 from grpo.run.durable import read_json, whole_file, write_text
 from grpo.settings import FIELDS, Problems, load_settings
 
-# The settings of train_grpo.py that count here too. Those of verl itself are in scripts/verl/*.yaml.
+# The settings of train_grpo.py that apply to verl too. verl's own options are in scripts/verl/*.yaml.
 SHARED = {"MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "EVAL_SHARE", "SYSTEM_PROMPT", "REWARDS"}
 SHARED |= {"INVALID_REWARD", "OUTPUT_DIR", "IGNORE_VARS"}
 
 
 @dataclasses.dataclass(frozen=True)
 class VerlInput:
-    """The input of every stage. `model` and `output_dir` are absolute: Ray's workers may be in another folder."""
+    """The checked input of a stage. `model` and `output_dir` are absolute: Ray's workers may be in another folder."""
 
     model: str
     output_dir: Path
@@ -75,7 +75,7 @@ def to_records(split: str, rows: Iterable[Row], columns: Mapping[str, None]) -> 
     """Rows as verl's data sets hold them, with `answer` for SFT. A row gets None in each of `columns` that it lacks.
 
     `extra_info` holds the whole row as JSON, because a Parquet column has one type and a user's cells may have several:
-    so reward functions get the same values as from train_grpo.py.
+    thus reward functions get the same values as from train_grpo.py.
     """
     records: list[dict[str, Any]] = []
     for index, row in enumerate(rows):

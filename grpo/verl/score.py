@@ -18,8 +18,8 @@ from grpo.data.scoring import Reward, initial_trainer_state, load_rewards, read_
 from grpo.run.durable import read_json
 from grpo.settings import Settings
 
-# verl scores in threads; a user's function may be async or change the current folder, so one thread scores at a time.
-ONE_AT_A_TIME = threading.Lock()
+# verl scores in threads. A user's function may be async or change the current folder, so only one thread may score.
+SCORING_LOCK = threading.Lock()
 
 
 def has_channels(tokenizer: Any) -> bool:
@@ -37,7 +37,7 @@ def load_spec(path: str) -> tuple[dict[str, float], list[Reward]]:
 
 
 def as_turn(text: str, truncated: bool) -> str:
-    """The text of a model without channels as a final channel, in which no marker means anything.
+    """The text of a model without channels as a final channel; markers in the text lose their meaning.
 
     >>> as_turn("<|end|>so [1]", truncated=False)
     '<|channel|>final<|message|>< |end|>so [1]<|return|>'
@@ -57,9 +57,9 @@ def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -
     turn = solution_str if extra_info["harmony"] else as_turn(solution_str, truncated)
     plain = HARMONY_TOKEN.sub("", solution_str) if extra_info["harmony"] else solution_str
     completion = read_completion(row, turn, plain, len(ids), truncated)
-    with ONE_AT_A_TIME:
+    with SCORING_LOCK:
         weights, functions = load_spec(spec)
-        # The row itself has every column, and verl does not pass on its step.
+        # The row has every column, and verl does not tell reward functions its step.
         (values,) = score(functions, [completion], [ids], column_names([row]), initial_trainer_state(0))
     reward = total([weight * value for weight, value in zip(weights.values(), values, strict=True)])
     if math.isnan(reward):

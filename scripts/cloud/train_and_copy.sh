@@ -20,16 +20,16 @@ run=${OUTPUT_DIR:?name the folder of the run in OUTPUT_DIR}
 run=${run%/} copy=${1%/} seconds=${2:-30}
 
 # --- take the copy ---------------------------------------------------------------------------------------------------
-# A failure ends the script here: a fresh run in the place of one that could not be read would replace its copy.
+# A failed copy ends the script here: a fresh run instead of the one in COPY would overwrite COPY.
 if [ ! -f "$run/settings.json" ]; then
     [[ $copy == *:* ]] || mkdir -p "$copy"
-    # Into a folder of another name first: a run must not begin from a half of the copy if the machine goes away now.
+    # The copy goes to another folder first: a run must not begin from half of it if the machine goes away now.
     rm -rf "$run.part"
     mkdir -p "$run.part"
     rsync -rt "$copy/" "$run.part/"
     if [ -f "$run.part/settings.json" ]; then
         echo "train_and_copy: $run continues from $copy"
-        # It fails where OUTPUT_DIR holds other files: they are somebody's.
+        # rmdir fails if OUTPUT_DIR holds other files, which are not this script's to delete.
         [ ! -d "$run" ] || rmdir "$run"
         mv "$run.part" "$run"
     else
@@ -45,7 +45,7 @@ copy_all() { copy_run && { [ ! -f "$run.zip" ] || rsync -t "$run.zip" "$copy.zip
 
 python train_grpo.py &
 training=$!
-# The notice that the machine goes away, or Ctrl-C: the run saves a checkpoint after its step, and ends.
+# On a notice that the machine goes away, or Ctrl-C, the run saves a checkpoint after its step, and ends.
 trap 'kill -TERM "$training" 2>/dev/null || true' TERM INT HUP
 while kill -0 "$training" 2>/dev/null; do
     sleep "$seconds" >/dev/null 2>&1 &

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     environ = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "VERL_USE_EXTERNAL_MODULES": "grpo.verl.lengths,grpo.verl.critic",
+        "VERL_USE_EXTERNAL_MODULES": "grpo.verl.sum_resolver,grpo.verl.critic",
         "MODEL_ID": data.model,
         "OUTPUT_DIR": str(data.output_dir),
     }

@@ -27,7 +27,7 @@ from grpo.plan.hub import find_model, read_json
 from grpo.rollout.engine import EngineError
 from grpo.run.durable import sealed
 from grpo.settings import Problems, Settings, load_settings
-from grpo.tasks.tes.record import ASKED
+from grpo.tasks.tes.record import MODEL_POLICIES
 from grpo.tasks.tes.simulator import SIMULATOR, make_plan
 
 PROFILE = ROOT / "data" / "profile_heldout.csv"
@@ -62,7 +62,7 @@ def test_a_run_leaves_both_evaluations(run):
     gain = result["after"]["reward"] - result["before"]["reward"]
     assert result["difference"]["reward"] == pytest.approx(gain)
     record = read_json(run.folder / "closed_loop.json")
-    check_schema(record, set(ASKED))
+    check_schema(record, set(MODEL_POLICIES))
     assert record["profiles"] == ["days.csv"] and record["samples"] == 1
     assert len(record["windows"]) == 3 and record["totals"]["base"]["answers"] == 90
     assert record["sampling"]["prompt"] == "compact" and record["sampling"]["eval_temperature"] == 0.5
@@ -81,7 +81,7 @@ def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path, capsys, mo
     assert "compact prompts (as in EVAL_DATA)" in capsys.readouterr().out
     record, own = read_json(out), read_json(run.folder / "closed_loop.json")
     assert record["sampling"] == own["sampling"], "the run's settings, not the environment's"
-    for name in ASKED:
+    for name in MODEL_POLICIES:
         for mine, theirs in zip(record["windows"], own["windows"], strict=True):
             assert mine["policies"][name] == theirs["policies"][name]
     assert record["totals"]["base"] != record["totals"]["trained"]
@@ -138,5 +138,5 @@ def test_a_report_that_fails_does_not_fail_the_run(monkeypatch, tmp_path, caplog
     """Nor does one that cannot begin, without matplotlib or jinja2."""
     monkeypatch.setitem(sys.modules, "grpo.evaluate.page", module)
     with caplog.at_level(logging.WARNING, "train_grpo"):
-        train_grpo.write_archive(tmp_path)
+        train_grpo.write_report_and_zip(tmp_path)
     assert "scripts/report.py" in caplog.text and tmp_path.with_name(tmp_path.name + ".zip").exists()

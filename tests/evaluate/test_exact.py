@@ -14,7 +14,7 @@ from conftest import RENDERED
 from engines import set_adapter
 from trainers import make, plain_float32
 
-from grpo.evaluate.exact import ANSWER, answer_probabilities
+from grpo.evaluate.exact import ANSWER_TEXT, answer_probabilities
 from grpo.evaluate.heldout import expectation, measure_rewards, trainer_evaluation
 from grpo.evaluate.models import TrainedModel
 from grpo.run.durable import write_sealed
@@ -51,7 +51,7 @@ def test_it_is_the_product_of_the_tokens_probabilities(trainer, temperature):
     assert probabilities.shape == (4, 12) and np.array_equal(probabilities[0], probabilities[3])
     for prompt, row in zip(PROMPTS, probabilities, strict=False):
         for action in (0, 3, 11):
-            expected = by_hand(model, tokenizer, prompt, ANSWER.format(action), temperature)
+            expected = by_hand(model, tokenizer, prompt, ANSWER_TEXT.format(action), temperature)
             assert row[action] == pytest.approx(expected, rel=1e-4), (prompt, action)
     alone = answer_probabilities(model.get_base_model(), tokenizer, PROMPTS[:1], temperature, 4)
     assert alone[0] == pytest.approx(probabilities[0, :4], rel=1e-4), "alone as among others"
@@ -67,7 +67,7 @@ def test_the_window_of_the_sliding_layers_is_kept(trainer, window):
     prompts = [RENDERED.format("hour 8 " * 20 + end) for end in ("store 7", "load 30")]
     probabilities = answer_probabilities(model, tokenizer, prompts, 1.0, 4)
     for prompt, row in zip(prompts, probabilities, strict=True):
-        assert row[2] == pytest.approx(by_hand(model, tokenizer, prompt, ANSWER.format(2), 1.0), rel=1e-4)
+        assert row[2] == pytest.approx(by_hand(model, tokenizer, prompt, ANSWER_TEXT.format(2), 1.0), rel=1e-4)
 
 
 def test_sampled_answers_come_as_often_as_they_should(trainer):
@@ -78,7 +78,7 @@ def test_sampled_answers_come_as_often_as_they_should(trainer):
     (exact,) = model.probabilities(PROMPTS[:1], 4, greedy=False, base=False)
     assert exact.max() < 0.99 and exact.sum() > 0.1, "certain answers, or none that can be read, show nothing"
     for action, p in enumerate(exact.tolist()):
-        share = answers[ANSWER.format(action)] / count
+        share = answers[ANSWER_TEXT.format(action)] / count
         assert abs(share - p) <= 4 * math.sqrt(p * (1 - p) / count) + 1 / count, (action, share, p)
     (other,) = model.probabilities(PROMPTS[:1], 4, greedy=False, base=True)
     assert abs(other - exact).max() > 0.002, "the base model's are others"
@@ -94,7 +94,7 @@ def test_temperature_0_is_greedy_generation(trainer):
         set_adapter(trainer, 2, strength)
         texts = model.tokenizer.batch_decode(model.complete(PROMPTS, greedy=True))
         probabilities = model.probabilities(PROMPTS, 4, greedy=True, base=False)
-        assert probabilities.tolist() == [[float(text == ANSWER.format(k)) for k in range(4)] for text in texts]
+        assert probabilities.tolist() == [[float(text == ANSWER_TEXT.format(k)) for k in range(4)] for text in texts]
     assert not probabilities.any(), "the strong adapter's answers are none"
     assert before == (trainer.generation_config, trainer.generation_kwargs)
 

@@ -16,10 +16,10 @@ from run_folders import EVALUATION, GPU, metrics_row, plant_record, write_run
 
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_data
-from grpo.evaluate.figures import CURVES
 from grpo.evaluate.page import write_report
+from grpo.evaluate.pictures import CURVES
 from grpo.evaluate.run_data import read_examples, read_metrics, read_run
-from grpo.evaluate.tables import table
+from grpo.evaluate.tables import evaluation_table
 from grpo.settings import Problems
 
 
@@ -94,7 +94,7 @@ def test_a_run_with_two_functions_and_no_best_adapter(tmp_path):
     (folder / "adapter_model.safetensors").touch()
     metrics = pandas.read_csv(folder / "metrics.csv").assign(**{"reward/action": 1.0, "reward/<b>": 0.5})
     metrics.to_csv(folder / "metrics.csv", index=False)
-    assert "adapter in the run's folder, that of the last step" in text_of(write_report(folder).parent)
+    assert "Load the last step's adapter, in the run's folder" in text_of(write_report(folder).parent)
     assert "Reward functions" in figures_of(folder)
 
 
@@ -157,11 +157,11 @@ def test_examples_show_their_prompt_where_it_is_known(tmp_path):
 
 
 def test_evaluated_steps_lie_between_the_base_model_and_the_trained_one(full, tmp_path):
-    steps = read_run(full).evaluated()
+    steps = read_run(full).evaluated_steps()
     assert steps.index.tolist() == [0, 10, 30]
     assert steps.to_numpy().tolist() == [[0.4, 20, 0], [0.5, 9, 2], [0.6, 19, 7]]
     metrics = [metrics_row(1, heldout_reward=0.5)]  # The run ended at an evaluated step.
-    assert read_run(write_run(tmp_path / "run", metrics)).evaluated()["heldout_reward"].tolist() == [0.5]
+    assert read_run(write_run(tmp_path / "run", metrics)).evaluated_steps()["heldout_reward"].tolist() == [0.5]
 
 
 def test_the_table_of_the_terminal_names_models_references_and_functions():
@@ -170,7 +170,7 @@ def test_the_table_of_the_terminal_names_models_references_and_functions():
     none = dict.fromkeys(("reward", "reward_low", "reward_high"))
     results = {"exact": False, "samples": 2, "temperature": 0.5, "by_day": True, "before_greedy": none}
     results |= {"before": figures, "after_greedy": figures, "after": figures | {"functions": {"a": figures, "b": none}}}
-    lines = [line.split() for line in table(results).splitlines()]
+    lines = [line.split() for line in evaluation_table(results).splitlines()]
     assert " ".join(lines[0]).endswith("0.5, 2 completions a prompt, 95% interval over prompts, of a day together")
     spread = ["0.500", "(0.400", "to", "0.600)"]
     assert ["base", "model", *spread, "-", "1.00", "-", "-"] in lines

@@ -115,7 +115,7 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
     if engine == "vLLM":
         monkeypatch.setattr("grpo.evaluate.models.start_engine", stub_engine)
         monkeypatch.setattr(by_hand, "read_machine", lambda: H100)
-        monkeypatch.setattr(by_hand, "choose_rollouts", lambda *arguments: (True, "a stub"))
+        monkeypatch.setattr(by_hand, "choose_use_vllm", lambda *arguments: (True, "a stub"))
     write_csv(tmp_path / "a.csv", ["prompt", "note"], [[f"question {n}", n / 10] for n in range(6)])
     monkeypatch.setenv("MAX_COMPLETION_LEN", "12")
     arguments = [str(saved_adapter), "--model", "tiny", "--data", "a.csv", "--rewards", "short_answers:short"]

@@ -103,7 +103,7 @@ def test_two_steps_on_real_files_of_days(tmp_path, capfd, monkeypatch):
     # The plant was run on the days held out, and on nothing else.
     (window,) = json.loads((out / "run/closed_loop.json").read_text())["windows"]
     assert window["name"] == f"b: {MONDAY + timedelta(days=7)}" and "trained" in window["policies"]
-    assert window["load_kw"][:10] == tes.windows(read_profile(folder / "b.csv"))[0].load_kw[0].tolist()
+    assert window["load_kw"][:10] == tes.cut_windows(read_profile(folder / "b.csv"))[0].load_kw[0].tolist()
     # The exit code of a run that fails is passed on.
     monkeypatch.setenv("LEARNING_RAT", "1")
     assert script.main(words) == 2

@@ -46,7 +46,7 @@ def judge(tmp_path, monkeypatch):
 
         def start(command, env, log):
             started.append((command, env))
-            if command[1] == demo.SCRIPT:
+            if command[1] == demo.TRAIN_SCRIPT:
                 write_run(Path(env["OUTPUT_DIR"]), [metrics_row(step) for step in (1, 2)], evaluation=EVALUATION)
                 return 0
             path, profiles = command[command.index("--out") + 1], command[command.index("--profile") + 1 :]
@@ -76,7 +76,7 @@ def test_adapters_are_judged_by_set_on_windows_that_did_not_choose_them(judge, t
     code, figures, started = judge({(2, "last"): 110.0}, {"others": 2.5})
     value = {name: row["value"] for name, row in figures.items()}
     assert code == 0 and (tmp_path / "f.png").is_file()
-    trained = [env["EVAL_PROFILE"] for command, env in started if command[1] == demo.SCRIPT]
+    trained = [env["EVAL_PROFILE"] for command, env in started if command[1] == demo.TRAIN_SCRIPT]
     assert trained == [str(tmp_path / "run/profiles/selection.csv")] * 2
     judged = [command for command, _ in started if command[1] == demo.EVALUATE]
     profiles = [[word.stem for word in command if str(word).endswith(".csv")] for command in judged]

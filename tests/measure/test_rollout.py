@@ -18,7 +18,7 @@ from stub_vllm import stub_engine
 import train_grpo
 from grpo.learn import timer
 from grpo.learn.trainer import Trainer
-from grpo.measure import record, rollout, variants
+from grpo.measure import harness, record, rollout
 from grpo.model.load import VOCAB_WEIGHTS
 from grpo.plan.machine import Machine, installed_versions
 from grpo.rollout import engine as rollout_engine
@@ -54,7 +54,7 @@ def child(tmp_path, monkeypatch, quiet):
         options.main = main
         with mock.patch.dict(os.environ):
             code = rollout.bench_rollout(options)
-        return code, variants.read_result(options, "run")
+        return code, harness.read_result(options, "run")
 
     run.folder = tmp_path / "run"
     return run

@@ -12,7 +12,7 @@ from huggingface_hub import close_session, constants, hf_hub_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from machines import only
 
-from grpo.plan.hub import fetch_weights, find_model, refusal
+from grpo.plan.hub import download_problem, fetch_weights, find_model
 from grpo.settings import Problems
 
 MODEL = "org/model"
@@ -109,4 +109,4 @@ def test_weights_that_cannot_come_are_told_the_same_way(hub, tiny, monkeypatch):
     assert "HF_HUB_OFFLINE" in problem and "\n" not in problem
     error = LocalEntryNotFoundError("Look at your connection.")
     error.__cause__ = OSError("No route to host")
-    assert refusal(MODEL, error)[0].endswith("(No route to host)")
+    assert download_problem(MODEL, error)[0].endswith("(No route to host)")

@@ -23,18 +23,18 @@ from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
 
-def shapes(machine=H100, config=REAL_CONFIG, prompt_len=940, attention="eager", packing="none", beside_vllm=False):
-    return memory.Shapes(config, machine, prompt_len, attention, packing, beside_vllm)
+def plan_inputs(machine=H100, config=REAL_CONFIG, prompt_len=940, attention="eager", packing="none", beside_vllm=False):
+    return memory.PlanInputs(config, machine, prompt_len, attention, packing, beside_vllm)
 
 
 def plan(machine=H100, prompt_len=940, beside_vllm=False, **changes):
-    return memory.plan_memory(Settings(**changes), shapes(machine, prompt_len=prompt_len, beside_vllm=beside_vllm))
+    return memory.plan_memory(Settings(**changes), plan_inputs(machine, prompt_len=prompt_len, beside_vllm=beside_vllm))
 
 
 def with_vllm(free=79.0, config=REAL_CONFIG, **machine):
-    """Shapes of a run beside vLLM, on a GPU with so many free GiB."""
+    """Inputs of the plan of a run beside vLLM, on a GPU with so many free GiB."""
     machine = dataclasses.replace(H100, gpu_free=float(free), **machine)
-    return shapes(machine, config, 930, "torch_flash", "prefix", True)
+    return plan_inputs(machine, config, 930, "torch_flash", "prefix", True)
 
 
 def test_a_process_needs_2_gib_beside_what_its_engine_keeps_in_host_memory():
@@ -54,9 +54,9 @@ def test_shared_weights_are_the_engines(tied):
     """They are on the GPU once, awake and asleep. What the trainer lacks of `mxfp4`'s, the sleeping engine has, padded
     as vLLM pads experts, and not in host memory; the rest is there if the GPU has no room for it."""
     config = REAL_CONFIG | {"tie_word_embeddings": tied}
-    roomy = memory.plan_memory(Settings(EXPERTS="shared"), shapes(config=config, beside_vllm=True)).engine
+    roomy = memory.plan_memory(Settings(EXPERTS="shared"), plan_inputs(config=config, beside_vllm=True)).engine
     assert roomy.lent == roomy.weights and roomy.asleep == pytest.approx(roomy.weights + 2.1) and roomy.on_host == 0
-    tight = shapes(dataclasses.replace(H100, gpu_free=18.0), config, beside_vllm=True)
+    tight = plan_inputs(dataclasses.replace(H100, gpu_free=18.0), config, beside_vllm=True)
     quantized, shared = (memory.plan_memory(Settings(EXPERTS=kind), tight) for kind in ("mxfp4", "shared"))
     experts, tables = 24 * 32 * 3 * 2880**2 * 4.25 / 8 / GIB, (1 if tied else 2) * 201_088 * 2880 * 2 / GIB
     assert quantized.weights - shared.weights == pytest.approx(experts + tables)
@@ -80,7 +80,7 @@ def test_the_least_memory_is_what_the_documentation_says():
         settings = Settings(EXPERTS=kind, MAX_COMPLETION_LEN=length, ROLLOUT_SYNC="merge", USE_VLLM=kind != "mxfp4")
         for free, fits in ((least, True), (least - 0.2, False)):
             machine = dataclasses.replace(H100, gpu_free=free)
-            chosen = memory.plan_memory(settings, shapes(machine, REAL_CONFIG, 940, "torch_flash", "prefix", True))
+            chosen = memory.plan_memory(settings, plan_inputs(machine, REAL_CONFIG, 940, "torch_flash", "prefix", True))
             assert bool(memory.memory_shortfall(chosen, machine)) is not fits, (kind, length, free)
 
 
@@ -104,7 +104,7 @@ def test_plan_obeys_and_grows():
 def test_learning_by_hand():
     """76 tokens of prompt and one completion of 81,844: a bucket of 81,920 tokens. A token takes 2 x 2,880 x 24 bytes
     of kept states and 248,320 of one layer's backward pass; beside them lie 39.1 GiB."""
-    long = shapes(prompt_len=76, attention="torch_flash", packing="prefix")
+    long = plan_inputs(prompt_len=76, attention="torch_flash", packing="prefix")
     chosen = memory.plan_memory(Settings(MAX_COMPLETION_LEN=81_844), long)
     assert chosen.micro_batch == 1
     assert chosen.learning == pytest.approx(81_920 * (2 * 2880 * 24 + 248_320) / GIB + 0.1)
@@ -132,7 +132,7 @@ def test_a_micro_batch_is_as_large_as_pays():
     huge = dataclasses.replace(H100, gpu_free=2000.0)
     for length, packing, most in ((24, "prefix", 256), (512, "prefix", 64), (4000, "prefix", 8), (512, "none", 32)):
         settings = Settings(PROMPTS_PER_STEP=32, NUM_GENERATIONS=8, MAX_COMPLETION_LEN=length)
-        chosen = memory.plan_memory(settings, shapes(huge, attention="torch_flash", packing=packing))
+        chosen = memory.plan_memory(settings, plan_inputs(huge, attention="torch_flash", packing=packing))
         assert chosen.micro_batch == most
         assert memory.micro_batch_tokens(settings, most, 940, packing == "prefix") <= memory.MICRO_BATCH_TOKENS
 
@@ -142,7 +142,7 @@ def test_lora_size_is_pefts_own(tiny):
     settings = Settings(MODEL_ID="tiny", LORA_R=3)
     model = get_peft_model(load_model(str(tiny), config, "eager"), LoraConfig(**train_grpo.lora_options(settings)))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapter = memory.plan_memory(settings, shapes(CPU, config, 100)).adapter
+    adapter = memory.plan_memory(settings, plan_inputs(CPU, config, 100)).adapter
     assert adapter * GIB == pytest.approx(trainable * 16)
 
 
@@ -225,6 +225,8 @@ def test_a_plan_takes_as_long_whatever_the_size_of_a_step():
     """The most that the settings let through: no list of every number up to that."""
     settings = Settings(PROMPTS_PER_STEP=10**5, NUM_GENERATIONS=10**5, MAX_COMPLETION_LEN=10**9)
     for machine, beside_vllm in ((H100, True), (CPU, False)):
-        plan = memory.plan_memory(settings, shapes(machine, REAL_CONFIG, 10**9, "torch_flash", "prefix", beside_vllm))
+        plan = memory.plan_memory(
+            settings, plan_inputs(machine, REAL_CONFIG, 10**9, "torch_flash", "prefix", beside_vllm)
+        )
         assert plan.micro_batch == plan.generation_batch == 1
     assert memory.divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]

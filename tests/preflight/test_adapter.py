@@ -13,7 +13,7 @@ from damage import KINDS
 from machines import CPU, only
 
 from grpo.plan.hub import REAL_CONFIG, read_json
-from grpo.preflight.adapter import check_start, read_start_adapter
+from grpo.preflight.adapter import check_start_adapter, read_start_adapter
 from grpo.preflight.checks import preflight
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint
 from grpo.run.durable import file_sha256
@@ -71,7 +71,7 @@ def flip_a_weight(folder: Path) -> None:
         (change_config(use_rslora=True), None, ["use_rslora"]),
         (change_config(r=4), None, ["no LoRA of rank 4 for this model", "0.self_attn.q_proj.lora_A.weight is [3, "]),
         (lambda folder: None, REAL_CONFIG, ["for this model", "expected [3, 2880]"]),
-        (lambda folder: None, {"num_hidden_layers": 9}, ["q_proj.lora_A.weight is not there in it"]),
+        (lambda folder: None, {"num_hidden_layers": 9}, ["q_proj.lora_A.weight is not there, expected"]),
     ],
     ids=lambda value: "" if callable(value) else str(value)[:40],
 )
@@ -98,5 +98,5 @@ def test_a_resumed_run_began_with_the_same_weights(tiny, saved_adapter, tmp_path
     digest = adapter.digest
     for choices, faults in (({"init_adapter": digest}, 0), ({"init_adapter": "other"}, 1), ({"plan": None}, 1)):
         problems = Problems()
-        check_start(s, RunState(tmp_path, 2, tmp_path, True, choices), digest, problems)
+        check_start_adapter(s, RunState(tmp_path, 2, tmp_path, True, choices), digest, problems)
         assert len(problems) == faults and all("began with other weights" in problem for problem in problems)

@@ -11,9 +11,9 @@ from machines import CPU, H100, only
 from ranked import in_ranks
 
 from grpo.plan.hub import REAL_CONFIG
-from grpo.plan.memory import NCCL_GIB, Shapes, plan_memory
+from grpo.plan.memory import NCCL_GIB, PlanInputs, plan_memory
 from grpo.preflight import checks
-from grpo.preflight.banner import banner, memory_facts
+from grpo.preflight.banner import banner, memory_lines
 from grpo.run.folder import RunState
 from grpo.settings import Problems, Settings
 
@@ -21,7 +21,7 @@ TWO, FOUR = (dataclasses.replace(H100, ranks=count, here=2) for count in (2, 4))
 
 
 def shapes_of(machine):
-    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", True)
+    return PlanInputs(REAL_CONFIG, machine, 940, "torch_flash", "prefix", True)
 
 
 def plan(machine, **changes):
@@ -48,7 +48,7 @@ def test_a_plan_is_of_one_process():
 )
 def test_the_host_memory_of_sleeping_engines_is_shown(experts, free, words):
     machine = dataclasses.replace(FOUR, gpu_free=free)
-    assert words in dict(memory_facts(plan(machine, EXPERTS=experts), machine))["vLLM asleep"]
+    assert words in dict(memory_lines(plan(machine, EXPERTS=experts), machine))["vLLM asleep"]
 
 
 def test_host_memory_is_shared():

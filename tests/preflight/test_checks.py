@@ -13,7 +13,7 @@ from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from machines import CPU, H100, only
 
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
-from grpo.plan.memory import Shapes
+from grpo.plan.memory import PlanInputs
 from grpo.preflight import banner, checks, resolve
 from grpo.preflight.choices import EXPERTS_REASONS
 from grpo.run.folder import RunState
@@ -91,7 +91,7 @@ def test_expected_rewards_are_on_by_themselves_and_refused_where_they_cannot_be(
     resolved = tiny_run(TOP_P=0.9)
     assert not resolved.problems and not resolved.expected_reward and not resolved.looked_up
     problem = only(tiny_run(TOP_P=0.9, EXPECTED_REWARD=1).problems)
-    assert problem.startswith("EXPECTED_REWARD: it cannot be: TOP_P") and "EXPECTED_REWARD=auto" in problem
+    assert problem.startswith("EXPECTED_REWARD: it cannot be used: TOP_P") and "EXPECTED_REWARD=auto" in problem
 
 
 TIED = REAL_CONFIG | {"tie_word_embeddings": True}
@@ -174,7 +174,7 @@ def test_steps_of_so_many_epochs(epochs, rows, prompts, steps):
 def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
     resolved = tiny_run(NUM_TRAIN_EPOCHS=2.5)
     assert not resolved.problems and (resolved.settings.TOTAL_STEPS, resolved.sources["TOTAL_STEPS"]) == (245, "chosen")
-    assert "NUM_TRAIN_EPOCHS=2.5 x 783 rows / 8 prompts" in dict(banner.facts(resolved))["length"]
+    assert "NUM_TRAIN_EPOCHS=2.5 x 783 rows / 8 prompts" in dict(banner.run_lines(resolved))["length"]
     short = tiny_run(NUM_TRAIN_EPOCHS=1, WARMUP_STEPS=98)
     assert "rise over 98 steps, the run has 98" in only(short.problems)
     both = tiny_run(NUM_TRAIN_EPOCHS=1, TOTAL_STEPS=5)
@@ -182,7 +182,7 @@ def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
 
 
 def shapes_on(machine, beside_vllm=False):
-    return Shapes(REAL_CONFIG, machine, 940, "torch_flash", "prefix", beside_vllm)
+    return PlanInputs(REAL_CONFIG, machine, 940, "torch_flash", "prefix", beside_vllm)
 
 
 def memory_problems(machine, beside_vllm=False, **changes):
@@ -281,11 +281,11 @@ def test_a_resumed_run_keeps_what_auto_chose(tiny_run, tmp_path):
     choices = {"rollouts": [False, ""], "plan": {"generation_batch": 2}}
     problems, run = Problems(), RunState(tmp_path, 4, tmp_path, True, choices)
     fresh, chosen = (dataclasses.replace(tiny_run(**changes), run=run) for changes in ({}, {"GENERATION_BATCH": 16}))
-    plan = checks.continue_run(fresh, problems).plan
+    plan = checks.keep_generation_batch(fresh, problems).plan
     assert (plan.generation_batch, plan.generation_batch_reason) == (2, "as the run was started") and not problems
-    assert checks.continue_run(chosen, problems) == chosen and not problems
+    assert checks.keep_generation_batch(chosen, problems) == chosen and not problems
     choices["rollouts"] = [True, ""]
-    assert checks.continue_run(fresh, problems) == fresh
+    assert checks.keep_generation_batch(fresh, problems) == fresh
     assert "was started with USE_VLLM=1, now it is 0 (no GPU" in only(problems)
 
 
@@ -321,12 +321,12 @@ def forty_rows(tmp_path):
 
 def test_the_plan_says_which_rows_are_held_out_and_names_no_plant_where_there_is_none(tiny_run, forty_rows):
     resolved = tiny_run(DATA=forty_rows, EVAL_SAMPLES=8)
-    facts = dict(banner.facts(resolved))
+    facts = dict(banner.run_lines(resolved))
     assert not resolved.problems and (len(resolved.rows), len(resolved.eval_rows)) == (34, 6)
     assert facts["data"] == "34 training rows, 6 held-out rows"
     assert facts["held out"].startswith("6 rows of DATA are not trained on: 6 of its 40 prompts")
     assert resolved.best_by == "reward" and "plant" not in banner.banner(resolved)
-    assert dict(banner.facts(tiny_run(DATA=forty_rows)))["evaluation"] == "none: EVAL_SAMPLES=0"
+    assert dict(banner.run_lines(tiny_run(DATA=forty_rows)))["evaluation"] == "none: EVAL_SAMPLES=0"
 
 
 def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path):
@@ -334,7 +334,7 @@ def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path
     own, profile = tmp_path / "own.csv", "data/profile_heldout.csv"
     shutil.copy(ROOT / "data/tes_heldout_compact.csv", own)
     resolved = tiny_run(EVAL_SAMPLES=8, EVAL_DATA=own)
-    assert dict(banner.facts(resolved))["closed loop"].startswith("off: set EVAL_PROFILE to the hourly profile")
+    assert dict(banner.run_lines(resolved))["closed loop"].startswith("off: set EVAL_PROFILE to the hourly profile")
     refused = tiny_run(EVAL_SAMPLES=8, EVAL_DATA=own, BEST_BY="plant")
     assert "BEST_BY: the closed loop does not run (set EVAL_PROFILE" in only(refused.problems)
     assert tiny_run(EVAL_SAMPLES=8, EVAL_DATA=own, EVAL_PROFILE=profile).best_by == "plant"

@@ -39,11 +39,11 @@ def test_expected_reward_says_why_it_is_off(changes, tables, names, word):
 
 
 def evaluation(changes, parameters=1, why_sampled="", engine=False, opened=False, actions=True):
-    return choices.choose_evaluation(Settings(**changes), engine, parameters, why_sampled, opened, actions)
+    return choices.choose_exact(Settings(**changes), engine, parameters, why_sampled, opened, actions)
 
 
 def best(changes, heldout=9, closed_loop=True):
-    return choices.choose_best(Settings(**changes), heldout, closed_loop)
+    return choices.choose_best_by(Settings(**changes), heldout, closed_loop)
 
 
 CHOICES = [  # A function, its arguments, the choice, and words of the reason.
@@ -54,9 +54,9 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_packing, (None, "eager", 1), "none", "all scores of a row"),
     (choices.choose_packing, (None, "org/kernel", 1), "none", "padded rows only"),
     (choices.choose_packing, ("prefix", "eager", 1), "prefix", "set by PACKING"),
-    (choices.choose_rollouts, (None, 0, False, "0.26.0"), False, "no GPU"),
-    (choices.choose_rollouts, (None, 1, True, "0.26.0"), False, "tiny"),
-    (choices.choose_rollouts, (None, 1, False, None), False, "NOT INSTALLED"),
+    (choices.choose_use_vllm, (None, 0, False, "0.26.0"), False, "no GPU"),
+    (choices.choose_use_vllm, (None, 1, True, "0.26.0"), False, "tiny"),
+    (choices.choose_use_vllm, (None, 1, False, None), False, "NOT INSTALLED"),
     (choices.choose_epsilon_high, (Settings(EPSILON=0.1),), 0.1, "EPSILON on both sides"),
     (choices.choose_epsilon_high, (Settings(LOSS_TYPE="cispo"),), 5.0, "cispo"),
     (choices.choose_scale_rewards, (None,), "group", "a few costly rows"),
@@ -66,15 +66,15 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (evaluation, ({}, 10_000_000), True, "10M parameters"),
     (evaluation, ({}, 10_000_001), False, "too long"),
     (evaluation, ({}, 230_000, "", True), False, "vLLM generates"),
-    (evaluation, ({"TOP_P": 0.9},), False, "do not know TOP_P below 1"),
+    (evaluation, ({"TOP_P": 0.9},), False, "does not support TOP_P below 1"),
     (evaluation, ({"MAX_COMPLETION_LEN": 7},), False, "short MAX_COMPLETION_LEN"),
     (evaluation, ({}, 1, "", False, True), False, "opened channels"),
     (evaluation, ({}, 1, "", False, False, False), False, "no actions"),
     (evaluation, ({"EVAL_SAMPLES": 0},), False, "EVAL_SAMPLES=0"),
     (evaluation, ({"EVAL_EXACT": False},), False, "EVAL_EXACT=0"),
-    (choices.choose_loop_evaluation, (Settings(), True, "why", 10_000_000), True, "why"),
-    (choices.choose_loop_evaluation, (Settings(), True, "why", 10_000_001), False, "4 passes: all states"),
-    (choices.choose_loop_evaluation, (Settings(), False, "why", 10_000_001), False, "why"),
+    (choices.choose_exact_loop, (Settings(), True, "why", 10_000_000), True, "why"),
+    (choices.choose_exact_loop, (Settings(), True, "why", 10_000_001), False, "4 passes: all states"),
+    (choices.choose_exact_loop, (Settings(), False, "why", 10_000_001), False, "why"),
     (best, ({},), "plant", "closed loop runs"),
     (best, ({"BEST_BY": "reward"},), "reward", "set by BEST_BY"),
     (best, ({"BEST_BY": "plant", "EVAL_SAMPLES": 0},), "", "EVAL_SAMPLES=0"),

@@ -10,7 +10,7 @@ from machines import CPU, H100, only
 from grpo.data.files import Row
 from grpo.data.prompts import ANSWER_BEFORE, answer_of, open_answer
 from grpo.plan.hub import REAL_CONFIG
-from grpo.plan.memory import Shapes, plan_memory
+from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import preflight
 from grpo.settings import Settings
@@ -106,7 +106,7 @@ def test_full_prompts_of_a_large_model_are_evaluated_exactly_as_well(direct_run,
 def test_the_plan_has_no_rollout(tiny):
     """At full size: no cache of keys and values, and choosing takes a part of what learning does."""
     settings = Settings(DIRECT_ANSWERS=True, NUM_GENERATIONS=1, MAX_COMPLETION_LEN=1, PROMPTS_PER_STEP=256)
-    shapes = Shapes(REAL_CONFIG, H100, 900, "torch_flash", "prefix")
+    shapes = PlanInputs(REAL_CONFIG, H100, 900, "torch_flash", "prefix")
     plan = plan_memory(settings, shapes)
     assert plan.engine is None and plan.micro_batch == plan.generation_batch == 32
     assert plan.generation == 0 < plan.learning

@@ -19,7 +19,7 @@ from machines import H100
 from grpo.evaluate.models import TrainedModel
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import GIB
-from grpo.plan.memory import EnginePlan, Shapes, capture_sizes, plan_memory
+from grpo.plan.memory import EnginePlan, PlanInputs, capture_sizes, plan_memory
 from grpo.rollout.engine import (
     Engine,
     EngineError,
@@ -122,7 +122,7 @@ def test_log_probs_and_answers_that_are_missing(build, monkeypatch):
 
 def test_engine_arguments():
     def arguments(**changes):
-        plan = plan_memory(Settings(**changes), Shapes(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
+        plan = plan_memory(Settings(**changes), PlanInputs(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
         return plan, engine_arguments(Settings(**changes), plan, "/model", 79.6)
 
     engine, merge = arguments()

@@ -24,7 +24,7 @@ from stub_vllm import SYNCS
 
 from grpo.evaluate.ask import serve_commands
 from grpo.plan.hub import REAL_CONFIG
-from grpo.plan.memory import LORA_RANKS, Shapes, plan_memory
+from grpo.plan.memory import LORA_RANKS, PlanInputs, plan_memory
 from grpo.preflight.choices import VLLM_COLDEST
 from grpo.rollout.engine import Engine, engine_arguments
 from grpo.rollout.vllm_patches import VLLM_SWITCHES
@@ -93,7 +93,7 @@ def test_vllm_has_every_name_that_is_imported(folder):
 def test_vllm_takes_the_engine_arguments(find, sync):
     """`LLM` passes what it does not name itself on to EngineArgs."""
     settings = Settings(ROLLOUT_SYNC=sync)
-    plan = plan_memory(settings, Shapes(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
+    plan = plan_memory(settings, PlanInputs(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
     arguments = engine_arguments(settings, plan, "/model", H100.gpu_total)
     init = find("entrypoints/llm.py:LLM.__init__")
     named = {argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from damage import KINDS
 
-from grpo.run.best import adapter_fault, better, keep_best, read_best, recover_best, replace_best, which_to_load
+from grpo.run.best import adapter_fault, is_better, keep_best, loading_advice, read_best, recover_best, replace_best
 from grpo.run.folder import ADAPTER, BEST
 
 
@@ -28,13 +28,15 @@ def test_the_best_step_is_kept_and_a_step_measured_again_changes_nothing(tmp_pat
     record = read_best(tmp_path)
     assert [row["step"] for row in record["evaluated"]] == [25, 50, 75, 100] and record["better_than_base"]
     assert (record["value"], record["base_value"], record["by"]) == (9.0, 20.0, "plant")
-    assert "Load the adapter in `best/`" in which_to_load(record, 100) and "in this folder" in which_to_load(record, 50)
+    assert "Load the adapter in `best/`" in loading_advice(record, 100) and "in this folder" in loading_advice(
+        record, 50
+    )
     assert kept(tmp_path, 125, None) == {} and read_best(tmp_path) == record, "a figure without a value chooses nothing"
     again = kept(tmp_path, 125, 15.0, measured={"samples": 8})
     assert again["step"] == 125 and len(again["evaluated"]) == 1, "figures that were measured otherwise do not compare"
     worse = kept(tmp_path, 150, 99.0, by="reward", reward=0.3)
-    assert worse["better_than_base"] is False and "No adapter beats the base model" in which_to_load(worse, 150)
-    assert "NOT BETTER than the base model" in read_best(tmp_path)["in_words"] and better("reward", 2, 1)
+    assert worse["better_than_base"] is False and "No adapter beats the base model" in loading_advice(worse, 150)
+    assert "NOT BETTER than the base model" in read_best(tmp_path)["in_words"] and is_better("reward", 2, 1)
 
 
 @pytest.mark.parametrize("at", ["save", "write", "first rename", "second rename"])

@@ -18,7 +18,7 @@ from runs import assert_same_run
 
 from grpo.data.prompts import ANSWER_BEFORE
 from grpo.run.logs import GENERATED
-from grpo.tasks.tes.record import ASKED
+from grpo.tasks.tes.record import MODEL_POLICIES
 
 SETTINGS = {
     "MODEL_ID": "tiny", "DIRECT_ANSWERS": 1, "TOTAL_STEPS": 4, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 6, "SEED": 5,
@@ -72,7 +72,7 @@ def test_evaluation_is_exact(direct_run):
     assert evaluation["exact"] and {"before", "before_greedy", "after", "after_greedy"} <= evaluation.keys()
     record = json.loads((direct_run.folder / "closed_loop.json").read_text())
     assert record["exact"]
-    check_schema(record, ASKED)
+    check_schema(record, MODEL_POLICIES)
     best = json.loads((direct_run.folder / "best" / "best.json").read_text())
     assert [row["step"] for row in best["evaluated"]] == [2, 4]
 

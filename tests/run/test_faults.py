@@ -80,7 +80,7 @@ def test_a_failure_ends_with_what_to_do_whatever_signals_come(run_here, monkeypa
         return lambda *arguments: [os.kill(os.getpid(), number) for number in SIGNALS] and real(*arguments)
 
     monkeypatch.setattr(train_grpo, "train", train)
-    for module, name in ((ending, "continuation"), (train_grpo, "write_archive")):
+    for module, name in ((ending, "continuation"), (train_grpo, "write_report_and_zip")):
         monkeypatch.setattr(module, name, signalled(getattr(module, name)))
     exit_code, log = run_here(MICRO_BATCH=6)
     assert exit_code == code and words in log

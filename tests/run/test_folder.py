@@ -190,7 +190,7 @@ def test_a_log_that_was_edited_is_refused(tmp_path, name):
     for edited in (log[:90] + bytes([log[90] ^ 4]) + log[91:], b"".join(lost_row)):
         (folder / name).write_bytes(edited)
         problem = only(inspect(settings)[1])
-        assert f"OUTPUT_DIR={folder}: {name} is no longer what was written until checkpoint-4" in problem
+        assert f"OUTPUT_DIR={folder}: the rows of {name} up to checkpoint-4 were edited or damaged" in problem
     assert "Put another copy in its place (the run's zip may have one), move it away" in problem
     (folder / name).unlink()
     state, problems = inspect(settings)
@@ -212,8 +212,8 @@ def test_a_checkpoint_whose_rows_are_missing_is_passed_over(tmp_path, name):
     (folder / name).write_bytes(whole[: sizes[4] - 1])
     state, problems = inspect(settings)
     assert not problems and state.step == 2
-    assert state.notes[0].startswith(f"checkpoint-4: {name} is shorter than it was then (a copy of it, or moving")
+    assert state.notes[0].startswith(f"checkpoint-4: {name} is shorter than when the checkpoint was written")
     (folder / name).write_bytes(whole[: sizes[2] - 1])
     problem = only(inspect(settings)[1])
     assert "it holds the adapter of checkpoint-4, but no checkpoint that can be continued" in problem
-    assert f"checkpoint-2: {name} is shorter than it was then" in problem
+    assert f"checkpoint-2: {name} is shorter than when the checkpoint was written" in problem

@@ -36,7 +36,7 @@ def test_a_kill_inside_overwrites_deletion_leaves_a_folder_that_the_same_command
         patch.setattr(owner, name, killed)
         prepare_run(state, settings, records)
     problems = inspect(settings, OVERWRITE=False)[1]
-    assert "an OVERWRITE=1 that was deleting" in only(problems) and "Set OVERWRITE=1" in problems[0]
+    assert "OVERWRITE=1 was interrupted" in only(problems) and "Set OVERWRITE=1" in problems[0]
     prepare_run(inspect(settings)[0], settings, records)
     assert sorted(path.name for path in folder.iterdir()) == ["link", "settings.json"] and not archive.exists()
     assert folder.stat().st_ino == number, "a mount point cannot be removed"

@@ -12,7 +12,7 @@ from conftest import read_csv
 from grpo.data.files import Row
 from grpo.data.scoring import Completion
 from grpo.run.logs import (
-    LEAST,
+    LEAST_STEPS,
     METRICS,
     Pace,
     RunLog,
@@ -84,7 +84,7 @@ def times(*step_s, **eval_s):
     ],
 )
 def test_seconds_left_after_step_3(rows, total, eval_steps, seconds):
-    assert Pace(total, eval_steps, rows).seconds_left(LEAST) == pytest.approx(seconds, nan_ok=True)
+    assert Pace(total, eval_steps, rows).seconds_left(LEAST_STEPS) == pytest.approx(seconds, nan_ok=True)
 
 
 def test_seconds_left_where_one_step_of_four_generates():

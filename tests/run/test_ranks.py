@@ -105,7 +105,7 @@ def test_all_hear_the_same():
 
 def test_nobody_waits_for_ever(monkeypatch):
     monkeypatch.setattr(ranks_module, "CONNECT_S", 0.3)
-    with launcher_store() as (port, _), pytest.raises(RankLost, match="rank 1 ended: it did not come within"):
+    with launcher_store() as (port, _), pytest.raises(RankLost, match="rank 1 ended: it did not connect within"):
         Ranks(0, 2, 0, 2, "127.0.0.1", port).connect()
 
 

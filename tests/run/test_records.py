@@ -79,7 +79,7 @@ def read_everything(run_settings, folder):
     recorded_settings(folder / "checkpoint-4", {})
     with suppress(InputError):
         run = read_run(folder)
-        facts(run), settings_rows(run), choices_rows(run), run.evaluated()
+        facts(run), settings_rows(run), choices_rows(run), run.evaluated_steps()
 
 
 @settings(deadline=None, max_examples=int(os.environ.get("RECORD_VARIANTS", "60")))

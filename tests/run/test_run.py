@@ -17,7 +17,7 @@ from hub_server import TOKEN, HubServer, files_in
 from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held, wait_until
 
 from grpo.data.prompts import prompt_order
-from grpo.run.best import read_best, which_to_load
+from grpo.run.best import loading_advice, read_best
 from grpo.run.folder import COMPLETE, find_checkpoint
 from grpo.run.logs import COMPLETIONS, METRICS
 
@@ -99,7 +99,7 @@ def test_the_model_card(whole_run, monkeypatch, tiny):
     assert "for data/tiny, trained for 6 steps with GRPO" in card and "data/tiny of the project train_grpo.py" in card
     assert "base_model" not in card and "None" not in card and str(tiny.parent) not in card
     note = card.split("\n\n")[2] + "\n\n"
-    assert note.strip() == which_to_load(read_best(whole_run), 6).strip() and card.replace(note, "") == saved
+    assert note.strip() == loading_advice(read_best(whole_run), 6).strip() and card.replace(note, "") == saved
     code = card.split("```python\n")[1].split("```")[0].replace('"data/tiny"', repr(str(tiny)))
     monkeypatch.chdir(whole_run)
     variables: dict = {}
@@ -148,7 +148,7 @@ def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run.zip").exists() and "Mean reward at temperature" in done.stdout
-    for words in ("evaluation.json is damaged, and what it held is measured again", "best/: best.json cannot be read"):
+    for words in ("evaluation.json is damaged, so its figures are measured again", "best/: best.json cannot be read"):
         assert words in done.stdout
     assert (folder / "evaluation.json").read_bytes() == (whole_run / "evaluation.json").read_bytes()
     assert (folder / "superseded-best").is_dir() and (folder / COMPLETE).exists()

@@ -11,7 +11,7 @@ from conftest import ROOT, read_csv, run_script
 from hub_server import HubServer
 
 from grpo.run.logs import COMPLETIONS, METRICS
-from grpo.settings import FIELDS, TASKS, choices, load_settings
+from grpo.settings import FIELDS, TASKS, accepted_words, load_settings
 
 SHORT = "def short(completions, **columns): return [-len(text) / 1000 for text in completions]\n"
 
@@ -54,7 +54,7 @@ def test_gsm8k_from_a_data_set_of_the_hub(tmp_path, tiny):
 
 def test_a_task_is_a_set_of_defaults():
     """Over those of tiny and of the table, under the environment's; every one is a value that its setting takes."""
-    assert set(TASKS) == set(choices("TASK"))
+    assert set(TASKS) == set(accepted_words("TASK"))
     for task, values in TASKS.items():
         settings, sources, problems = load_settings({"MODEL_ID": "tiny", "TASK": task, "SEED": "3"})
         assert not problems and task == settings.TASK and settings.SEED == 3 and values.keys() <= FIELDS.keys()

@@ -169,7 +169,7 @@ class Gone(paged_weights.PagedWeights):
         self.policy = policy
 
     def offload(self):
-        gone = {id(tensor) for tensor, _ in self.held}
+        gone = {id(tensor) for tensor, _ in self.copies}
         assert gone == {id(tensor) for tensor in paged_tensors(self.policy)}, "the tensors are still the model's"
         held = [part for module in self.policy.modules() for part in (module._parameters, module._buffers)]
         self.places = [(part, name, part[name]) for part in held for name in part if id(part[name]) in gone]

@@ -38,7 +38,7 @@ def replay(rows):
 
 
 def test_the_best_action_of_the_exact_values_reproduces_the_optimum():
-    trace = closed_loop(WINDOWS, loop.optimum(WINDOWS))
+    trace = closed_loop(WINDOWS, loop.optimal_policy(WINDOWS))
     for priced, window in zip(loop.outcome(trace, WINDOWS)["priced_kg"], WINDOWS, strict=True):
         solution, low5 = window.solve(PLANT), sum(sorted(window.co2[3].tolist())[:5]) / 5
         value = np.interp(150.0, solution.nodes[0], solution.values[0])
@@ -93,7 +93,7 @@ def test_prompts_are_those_of_the_dataset(kind, tiny, tmp_path):
     rows, _ = render_rows(s, read_csv(path, problems), files.template, files.tokenizer, problems)
     assert not problems and prompt_kind([row.messages for row in rows]) == kind
     render_state = renderer(kind, lambda turns: render(files.template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
-    seen, best = [], loop.optimum(WINDOWS)
+    seen, best = [], loop.optimal_policy(WINDOWS)
 
     def policy(states):
         seen.append([render_state(state) for state in states])

@@ -20,10 +20,10 @@ from grpo.tasks.tes.dataset import (
     short_hours,
     short_windows,
     synthetic_windows,
-    varied,
+    vary_loads,
 )
 from grpo.tasks.tes.plant import HOURS, Plant, q_values
-from grpo.tasks.tes.profiles import TRAIN_START, Window, synthetic_profile, windows
+from grpo.tasks.tes.profiles import TRAIN_START, Window, cut_windows, synthetic_profile
 
 DATA = ROOT / "data"
 NAMES = ("tes_train.csv", "tes_heldout.csv", "tes_train_compact.csv", "tes_heldout_compact.csv")
@@ -113,10 +113,10 @@ def test_own_profiles(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 def test_further_walks_vary_the_loads_of_each_day() -> None:
     """The first is as it was; in the others each day's load has a factor of its own, and the values are solved anew."""
-    window = windows(synthetic_profile(3, 4))[0]
+    window = cut_windows(synthetic_profile(3, 4))[0]
     rng = np.random.default_rng(0)
-    assert varied(window, rng, 1.0) is window
-    for other_window in (varied(window, rng, 2.0) for _ in range(20)):
+    assert vary_loads(window, rng, 1.0) is window
+    for other_window in (vary_loads(window, rng, 2.0) for _ in range(20)):
         day, hour = np.nonzero(window.load_kw > 5)
         factor = other_window.load_kw[day, hour] / window.load_kw[day, hour]
         assert (factor >= 0.5 - 0.02).all() and (factor <= 2 + 0.02).all()

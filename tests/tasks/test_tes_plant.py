@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo.tasks.tes.plant import Plant, best_action, boltzmann, q_values, solve, step
-from grpo.tasks.tes.profiles import synthetic_profile, windows
+from grpo.tasks.tes.plant import Plant, best_action, q_values, softmax, solve, step
+from grpo.tasks.tes.profiles import cut_windows, synthetic_profile
 from grpo.tasks.tes.prompts import State, render_compact
 
 PLANT = Plant()
@@ -60,7 +60,7 @@ def test_values_equal_those_of_brute_force(hours, energy, low, action) -> None:
 
 
 def test_reachable_energies_stay_few() -> None:
-    nodes = windows(synthetic_profile(6, 4))[0].solve(PLANT).nodes
+    nodes = cut_windows(synthetic_profile(6, 4))[0].solve(PLANT).nodes
     assert len(nodes) == 31 and all(reached.size <= 10 * (t + 1) for t, reached in enumerate(nodes))
 
 
@@ -75,9 +75,9 @@ def test_step_conserves_energy(energy: float, action: int, load: float, co2: flo
 def test_softmax() -> None:
     q = np.array([-1.0, -1.05, -1.1, -1.0])  # differences of 0, 1, 2, 0 temperatures
     weights = np.exp([0.0, -1.0, -2.0, 0.0])
-    np.testing.assert_allclose(boltzmann(q), weights / weights.sum(), rtol=1e-12)
+    np.testing.assert_allclose(softmax(q), weights / weights.sum(), rtol=1e-12)
     with np.errstate(over="raise", invalid="raise"):
-        rewards = boltzmann(np.array([[-5000.0, 0.0, -5000.0, 0.0], [4000.0, 3999.0, -9e5, 0.0]]))
+        rewards = softmax(np.array([[-5000.0, 0.0, -5000.0, 0.0], [4000.0, 3999.0, -9e5, 0.0]]))
     np.testing.assert_allclose(rewards, [[0, 0.5, 0, 0.5], [1, 0, 0, 0]], atol=1e-8)
 
 

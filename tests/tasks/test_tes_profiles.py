@@ -13,7 +13,7 @@ from conftest import ROOT
 from grpo.settings import InputError
 from grpo.tasks.tes.dataset import HELDOUT_STREAM, SEED, synthetic_windows
 from grpo.tasks.tes.plant import HOURS
-from grpo.tasks.tes.profiles import HELDOUT_START, Profile, read_profile, synthetic_profile, windows
+from grpo.tasks.tes.profiles import HELDOUT_START, Profile, cut_windows, read_profile, synthetic_profile
 
 
 def profile_rows(days: int = 4, hours: range = range(24)) -> list[list[str]]:
@@ -93,7 +93,7 @@ def test_profile_errors(name: str, tmp_path: Path) -> None:
     good, bad, parts = FILES[name]
     path = tmp_path / "mine.csv"
     path.write_text(good)
-    assert windows(read_profile(path))
+    assert cut_windows(read_profile(path))
     path.write_text(bad)
     with pytest.raises(InputError) as caught:
         read_profile(path)
@@ -119,7 +119,7 @@ def test_encodings(tmp_path: Path) -> None:
 
 
 def test_heldout_profile_reads_back() -> None:
-    cut = windows(read_profile(ROOT / "data" / "profile_heldout.csv"))
+    cut = cut_windows(read_profile(ROOT / "data" / "profile_heldout.csv"))
     drawn = synthetic_windows(SEED, HELDOUT_STREAM, 5, HELDOUT_START)
     for window, (expected, _) in zip(cut, drawn, strict=True):
         assert window.dates == expected.dates
@@ -128,11 +128,11 @@ def test_heldout_profile_reads_back() -> None:
 
 def test_windows_share_the_next_day_and_never_span_a_gap() -> None:
     profile = synthetic_profile(3, 15)
-    cut = windows(profile)
+    cut = cut_windows(profile)
     assert [w.dates[0] for w in cut] == [profile.dates[i] for i in (0, 3, 6, 9)]
     assert all(w.load_kw.shape == w.co2.shape == (4, 10) for w in cut)
     keep = [i for i in range(15) if i != 5]
     gapped = Profile(tuple(profile.dates[i] for i in keep), profile.co2[keep], profile.load_kw[keep])
-    assert [w.dates[0] for w in windows(gapped)] == [profile.dates[i] for i in (0, 6, 9)]
-    for window in windows(gapped):
+    assert [w.dates[0] for w in cut_windows(gapped)] == [profile.dates[i] for i in (0, 6, 9)]
+    for window in cut_windows(gapped):
         assert [(day - window.dates[0]).days for day in window.dates] == [0, 1, 2, 3]

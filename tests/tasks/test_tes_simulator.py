@@ -9,7 +9,7 @@ from run_folders import plant_record
 
 from grpo.data.files import read_csv
 from grpo.settings import Problems, Settings
-from grpo.tasks.tes.simulator import SIMULATOR, why_not
+from grpo.tasks.tes.simulator import SIMULATOR, skip_reason
 
 PROFILE = "data/profile_heldout.csv"
 RUNS = [  # settings, kind of prompts, vLLM, EVAL_PROFILE is the user's, why it does not run
@@ -20,14 +20,14 @@ RUNS = [  # settings, kind of prompts, vLLM, EVAL_PROFILE is the user's, why it 
     ({"EVAL_PROFILE": None}, "full", True, False, "set EVAL_PROFILE to the hourly profile of the held-out days"),
     ({"EVAL_PROFILE": None}, None, True, False, "no held-out prompts are those of the plant"),
     ({}, None, True, True, "no held-out prompts are those of the plant"),
-    ({}, "full", False, False, "transformers too long"),
+    ({}, "full", False, False, "transformers takes too long"),
     ({}, "full", False, True, ""),
 ]
 
 
 @pytest.mark.parametrize(("change", "kind", "use_vllm", "is_chosen", "words"), RUNS)
 def test_whether_the_closed_loop_runs(change, kind, use_vllm, is_chosen, words):
-    reason = why_not(Settings(**{"EVAL_PROFILE": PROFILE} | change), kind, use_vllm, is_chosen)
+    reason = skip_reason(Settings(**{"EVAL_PROFILE": PROFILE} | change), kind, use_vllm, is_chosen)
     assert words in reason and bool(words) is bool(reason)
 
 

@@ -55,7 +55,9 @@ def test_a_stage_writes_the_rows_and_starts_verl(started, tmp_path, stage, modul
     assert ("--nproc-per-node=2" in command) == (stage == "sft") == (not cpus) and all(count >= 18 for count in cpus)
     output_dir = tmp_path / "it's a run"
     assert env["OUTPUT_DIR"] == str(output_dir) and env["MODEL_ID"] == str(tmp_path / "plain"), "absolute, for Ray"
-    assert env["PYTHONPATH"] == str(ROOT) and env["VERL_USE_EXTERNAL_MODULES"] == "grpo.verl.lengths,grpo.verl.critic"
+    assert (
+        env["PYTHONPATH"] == str(ROOT) and env["VERL_USE_EXTERNAL_MODULES"] == "grpo.verl.sum_resolver,grpo.verl.critic"
+    )
     assert len(parquet.read_table(output_dir / "data" / "train.parquet")) == 200
 
 
@@ -83,7 +85,7 @@ def test_the_yaml_names_what_is_here():
     modules = set(re.findall(r"pkg://grpo\.verl\.(\w+)", text))
     assert modules == {"answers", "score", "manager", "sampler"}
     source = "".join((ROOT / "grpo" / "verl" / f"{name}.py").read_text() for name in modules)
-    for name in ("class Answers", "def compute_score", "class RewardManager", "class Strict"):
+    for name in ("class Answers", "def compute_score", "class RewardManager", "class StrictReplayBuffer"):
         assert name in source and (name.split()[1] in text or name == "def compute_score")  # verl's default name
 
 
@@ -129,9 +131,9 @@ def test_a_failed_rollout_ends_the_run(monkeypatch):
 
     in_place_of_verl(monkeypatch, "verl.trainer.ppo.v1.replay_buffer", ReplayBuffer=Queue)
     monkeypatch.delitem(sys.modules, "grpo.verl.sampler", raising=False)
-    from grpo.verl.sampler import Strict
+    from grpo.verl.sampler import StrictReplayBuffer
 
-    queue = Strict()
+    queue = StrictReplayBuffer()
     queue.failed = []
     queue._sync_metadata_from_transfer_queue()
     queue.failed = ["a", "b"]

@@ -18,9 +18,9 @@ from grpo.tasks.tes.prompts import State, state_at
 
 PLANT = Plant()
 DECISIONS = DECISION_DAYS * len(HOURS)
-Policy = Callable[[Sequence[State]], Sequence[int | None]]  # one action for each state; None: no answer could be read
+Policy = Callable[[Sequence[State]], Sequence[int | None]]  # one action for each state; None: the answer names none
 Ask = Callable[[Sequence[str], int], Sequence[str]]  # ask(prompts, hour): a completion of each prompt
-SAME_KWH, LEAST_PROBABILITY = 1e-7, 1e-6  # energies that are one state; states that are dropped
+SAME_KWH, LEAST_PROBABILITY = 1e-7, 1e-6  # closer energies are one state; less likely states are dropped
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Trace:
         return np.maximum(-np.diff(self.storage_kwh, prepend=START_KWH), 0.0).sum(axis=1)
 
 
-# The action for an unreadable answer is full output: it serves the load even with an empty storage and emits most,
-# so that answering nothing never pays.
+# An answer without an action counts as full output: this serves the load even with an empty storage, and emits most, so
+# that answering nothing never pays.
 SAFE_ACTION = int(np.argmax(PLANT.outputs_kw))
 
 
@@ -61,20 +61,20 @@ def closed_loop(windows: Sequence[Window], policy: Policy) -> Trace:
 
 @dataclass
 class Expectation:
-    """What a policy that chooses by chance does in W windows in expectation: arrays (W,), in kWh, kg and answers."""
+    """What a policy that chooses by chance does in W windows in expectation, up to the end of a window: arrays (W,)."""
 
     end_kwh: np.ndarray
     co2_kg: np.ndarray
     unserved_kwh: np.ndarray
     cycled_kwh: np.ndarray
-    unparsed: np.ndarray  # answers that cannot be read
+    unparsed: np.ndarray  # number of answers without an action
 
 
-def expected_loop(windows: Sequence[Window], chances: Callable[[Sequence[State]], np.ndarray]) -> Expectation:
+def expected_loop(windows: Sequence[Window], probabilities: Callable[[Sequence[State]], np.ndarray]) -> Expectation:
     """The expectation of `closed_loop` over all outcomes: the probabilities of the reachable storage energies, hour by
-    hour. `chances` gives the probabilities of K actions in S states, (S, K); the remainder to 1 is the safe action's.
-    Energies that differ only by rounding are merged; states below LEAST_PROBABILITY are dropped, and their probability
-    goes to the others."""
+    hour. `probabilities` are those of K actions in S states, (S, K); the remainder to 1 goes to SAFE_ACTION. Energies
+    that differ only by rounding are merged; states below LEAST_PROBABILITY are dropped, and their probability goes to
+    the others."""
     count, actions = len(windows), np.arange(len(PLANT.ratios))
     load_kw, co2 = (np.stack([getattr(w, name) for w in windows]) for name in ("load_kw", "co2"))  # (W, 4, 10)
     sums = Expectation(*np.zeros((5, count)))
@@ -82,16 +82,17 @@ def expected_loop(windows: Sequence[Window], chances: Callable[[Sequence[State]]
     for t in with_progress("", range(DECISIONS), "decision", DECISIONS):
         day, i = divmod(t, len(HOURS))
         states = [state_at(windows[w], PLANT, t, e) for w, e in zip(where.tolist(), energy, strict=True)]
-        p = chances(states).astype(float)
-        unread = 1 - p.sum(axis=1)
-        p[:, SAFE_ACTION] += unread
+        p = probabilities(states).astype(float)
+        unparsed = 1 - p.sum(axis=1)
+        p[:, SAFE_ACTION] += unparsed
         after = tes.step(PLANT, energy[:, None], actions, load_kw[where, day, i, None], co2[where, day, i, None])
         joint = weight[:, None] * p
-        out = np.maximum(energy[:, None] - after.energy_kwh, 0.0)
-        for name, values in (("co2_kg", after.emissions_kg), ("unserved_kwh", after.unserved_kwh), ("cycled_kwh", out)):
+        discharged = np.maximum(energy[:, None] - after.energy_kwh, 0.0)
+        hourly = {"co2_kg": after.emissions_kg, "unserved_kwh": after.unserved_kwh, "cycled_kwh": discharged}
+        for name, values in hourly.items():
             np.add.at(getattr(sums, name), where, (joint * values).sum(axis=1))
-        np.add.at(sums.unparsed, where, weight * unread)
-        where, energy, weight = merged(np.repeat(where, len(actions)), after.energy_kwh.ravel(), joint.ravel())
+        np.add.at(sums.unparsed, where, weight * unparsed)
+        where, energy, weight = merge_states(np.repeat(where, len(actions)), after.energy_kwh.ravel(), joint.ravel())
         kept = weight >= LEAST_PROBABILITY
         where, energy, weight = where[kept], energy[kept], weight[kept]
         whole = np.bincount(where, weight, count)
@@ -100,8 +101,10 @@ def expected_loop(windows: Sequence[Window], chances: Callable[[Sequence[State]]
     return sums
 
 
-def merged(where: np.ndarray, energy: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Merge equal states of windows (S,), sorted, and add up their weights."""
+def merge_states(
+    where: np.ndarray, energy: np.ndarray, weight: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sorts S states by window (`where`) and energy, merges equal ones and adds up their weights; (S,) to (<= S,)."""
     order = np.lexsort((energy, where))
     where, energy, weight = where[order], energy[order], weight[order]
     new = (np.diff(where, prepend=-1) > 0) | (np.diff(energy, prepend=-np.inf) > SAME_KWH)
@@ -109,7 +112,7 @@ def merged(where: np.ndarray, energy: np.ndarray, weight: np.ndarray) -> tuple[n
 
 
 def outcome(trace: Trace, windows: Sequence[Window]) -> dict[str, np.ndarray]:
-    """`expected_outcome` of each pass through a window, for which `trace` holds the certain result."""
+    """The figures of `expected_outcome` for what has happened: row i of `trace` is a pass through `windows[i]`."""
     sums = trace.co2_kg.sum(axis=1), trace.unserved_kwh.sum(axis=1), trace.cycled_kwh
     return expected_outcome(Expectation(trace.storage_kwh[:, -1], *sums, np.zeros(len(windows))), windows)
 
@@ -130,16 +133,16 @@ def expected_outcome(sums: Expectation, windows: Sequence[Window]) -> dict[str, 
 
 def follow_the_load(states: Sequence[State]) -> list[int]:
     """The smallest output that serves the load alone, full output where none does: the storage is not used."""
-    return [first_output(s.load_kw[s.stamp.hour - HOURS[0]]) for s in states]
+    return [smallest_serving_action(s.load_kw[s.stamp.hour - HOURS[0]]) for s in states]
 
 
 def charge_when_clean(states: Sequence[State]) -> list[int]:
-    """In hours whose CO2 intensity is at most the median of the day's: the largest output whose surplus still fits into
-    the storage. In the others: the smallest output with which the storage serves the rest."""
+    """Charges in hours whose CO2 intensity is at most the median of the day's, with the largest output whose surplus
+    still fits into the storage; in other hours takes the smallest output with which the storage serves the rest."""
     actions = []
     for s in states:
         now = s.stamp.hour - HOURS[0]
-        action = first_output(s.load_kw[now] - s.energy_kwh)
+        action = smallest_serving_action(s.load_kw[now] - s.energy_kwh)
         if s.co2[now] <= np.median(s.co2):
             fits = s.energy_kwh + PLANT.outputs_kw - s.load_kw[now] <= PLANT.capacity_kwh + 1e-9
             action = max(action, int(np.flatnonzero(fits)[-1]))
@@ -147,23 +150,23 @@ def charge_when_clean(states: Sequence[State]) -> list[int]:
     return actions
 
 
-def first_output(needed_kw: float) -> int:
+def smallest_serving_action(needed_kw: float) -> int:
     """The first action whose output is at least `needed_kw`, or the last action if there is none."""
     enough = np.flatnonzero(PLANT.outputs_kw >= needed_kw - 1e-9)
     return int(enough[0]) if enough.size else len(PLANT.ratios) - 1
 
 
-def always(action: int) -> Policy:
-    """The same action in every hour."""
+def constant_policy(action: int) -> Policy:
+    """A policy that takes the same action in every hour."""
     return lambda states: [action] * len(states)
 
 
-RULES: dict[str, Policy] = {f"always_{k}": always(k) for k in range(len(PLANT.ratios))}
+RULES: dict[str, Policy] = {f"always_{k}": constant_policy(k) for k in range(len(PLANT.ratios))}
 RULES |= {"follow_the_load": follow_the_load, "charge_when_clean": charge_when_clean}
 
 
-def optimum(windows: Sequence[Window]) -> Policy:
-    """The exact optimum of each window (`plant.solve`), for one pass through them."""
+def optimal_policy(windows: Sequence[Window]) -> Policy:
+    """The exact optimum of each window (`plant.solve`). The policy counts the hours, so it serves a single pass."""
     solutions, hours = [window.solve(PLANT) for window in windows], itertools.count()
 
     def policy(states: Sequence[State]) -> list[int]:
@@ -175,8 +178,8 @@ def optimum(windows: Sequence[Window]) -> Policy:
 
 
 def model_policy(ask: Ask, render: Callable[[State], str], unparsed: np.ndarray) -> Policy:
-    """A model as a policy: prompts out of states, completions, parsed actions. Completions that cannot be read are
-    counted into `unparsed` (W,)."""
+    """A policy that asks a model with rendered states, and parses its actions. It adds the completions that name no
+    action to `unparsed` (W,). It counts the hours, so it serves a single pass."""
     hours = itertools.count()
 
     def policy(states: Sequence[State]) -> list[int | None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows to learn from: decisions along trajectories through the plant's days."""
+"""Training rows and held-out rows: decisions along trajectories through windows of the plant's days."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from typing import Any
 import numpy as np
 
 from grpo.settings import ROOT, InputError
-from grpo.tasks.tes import profiles as days
-from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant, best_action, boltzmann, q_values, step
-from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, Profile, Window, windows
+from grpo.tasks.tes import profiles as tes_profiles
+from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant, best_action, q_values, softmax, step
+from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, Profile, Window, cut_windows
 from grpo.tasks.tes.prompts import State, render_compact, render_full, state_at
 
 EXPLORE = 0.25  # share of decisions on a trajectory that are random instead of optimal
-SHORT_SHARE = 0.3  # of the rows of the committed training files: hours whose load exceeds the stored energy
-SEED = 1  # of the committed files, those of gsm8k too
+SHORT_SHARE = 0.3  # short hours (`with_short_hours`) as a share of the rows of the committed training files
+SEED = 1  # of the files under data/, those of gsm8k too
 TRAIN_WINDOWS, HELDOUT_WINDOWS = {"full": 4, "compact": 20}, {"full": 2, "compact": 5}
-TRAIN_FACTOR = {"full": 1.0, "compact": 2.0}  # of `varied` training days; the tiny model's meet other seasons too
-# Random streams: the same seed never gives the same day in two.
+# `max_factor` of training days; those of compact prompts, for the tiny model, cover other seasons too.
+TRAIN_FACTOR = {"full": 1.0, "compact": 2.0}
+# Random streams: with one seed, no two streams give the same day.
 TRAIN_STREAM, HELDOUT_STREAM, ROWS_STREAM, SHORT_STREAM = 0, 1, 2, 3
-MOST_DRAWS = 200  # of short hours from each window of a profile
+MOST_DRAWS = 200  # times at most that short hours are drawn from each window of a profile
 DATA_DIR = ROOT / "data"
 CONTEXT_COLUMNS = {"full": ("prompt",), "compact": ("system", "user")}
 PLANT = Plant()
@@ -51,7 +52,7 @@ def trajectory(
     for t in range(DECISION_DAYS * len(HOURS)):
         day, i = divmod(t, len(HOURS))
         decisions.append(decision_at(window, t, energy, q_values(solution, t, energy), prompt))
-        # Both numbers are always drawn, so a draw more or less does not shift the rest of the trajectory.
+        # Both numbers are drawn in every hour, so that those of later hours do not depend on `explore`.
         chance, random_action = rng.random(), int(rng.integers(len(PLANT.ratios)))
         action = random_action if chance < explore else decisions[-1][0]["optimal_action"]
         energy = float(step(PLANT, energy, action, window.load_kw[day, i], window.co2[day, i]).energy_kwh)
@@ -59,7 +60,8 @@ def trajectory(
 
 
 def decision_at(window: Window, t: int, energy_kwh: float, q: np.ndarray, prompt: str) -> Decision:
-    """Decision t of a window; q: the values of its K actions. Keys of the row: see `trajectory`."""
+    """The row and the state of decision `t` of a window, given the values `q` of its K actions. `trajectory` lists the
+    row's keys."""
     state = state_at(window, PLANT, t, energy_kwh)
     texts = (render_full(state),) if prompt == "full" else render_compact(state)
     day, i = divmod(t, len(HOURS))
@@ -69,16 +71,16 @@ def decision_at(window: Window, t: int, energy_kwh: float, q: np.ndarray, prompt
         **dict(zip(CONTEXT_COLUMNS[prompt], texts, strict=True)),
         "optimal_action": best_action(q),
         **{f"q_action_{k}": float(value) for k, value in enumerate(q)},
-        **{f"reward_action_{k}": float(value) for k, value in enumerate(boltzmann(q))},
+        **{f"reward_action_{k}": float(value) for k, value in enumerate(softmax(q))},
     }
     return row, state
 
 
 def short_hours(window: Window, rng: np.random.Generator, prompt: str) -> list[Decision]:
-    """A short hour for each decision hour of the day: on one of the three days, with too little stored.
+    """Decisions with less stored energy than load: one for each decision hour of the day, on one of the three days.
 
-    The energies are random below the load, so hours without a load give none. Trajectories would give short hours of
-    the morning almost alone, and a policy trained on those empties the storage before the last load of the day.
+    The energies are random below the load, so hours without a load give none. On trajectories nearly all short hours
+    are in the morning, and a policy trained on those empties the storage before the last load of the day.
     """
     decisions = []
     for i in range(len(HOURS)):
@@ -92,16 +94,16 @@ def short_hours(window: Window, rng: np.random.Generator, prompt: str) -> list[D
 
 
 def with_short_hours(
-    decisions: Sequence[Decision], more: Iterable[tuple[Window, np.random.Generator]], prompt: str, share: float
+    decisions: Sequence[Decision], windows: Iterable[tuple[Window, np.random.Generator]], prompt: str, share: float
 ) -> list[CsvRow]:
-    """The rows of `decisions`, and behind them `short_hours` until these are `share` of all rows.
+    """The rows of `decisions`, followed by `short_hours` of `windows` until short hours are `share` of all rows.
 
     A short hour's load exceeds the stored energy: it has to be served now, and not doing so costs a hundred times what
     serving costs. The optimum's neighbourhood holds few of them; a policy that saves CO2 with an emptier storage meets
-    many (docs/evaluation.md). `more`: windows to take them from; where they end, so does the search.
+    many (docs/evaluation.md). If `windows` end first, the share stays smaller.
     """
     rows, short = [row for row, _ in decisions], sum(state.short_kwh > 0 for _, state in decisions)
-    short_rows = (row for window, rng in more for row, _ in short_hours(window, rng, prompt))
+    short_rows = (row for window, rng in windows for row, _ in short_hours(window, rng, prompt))
     while short < share * len(rows) and (row := next(short_rows, None)):
         rows.append(row)
         short += 1
@@ -117,12 +119,12 @@ def synthetic_windows(
     """
     for i in itertools.count() if count is None else range(count):
         monday = start + timedelta(weeks=i if count is not None else i % max(TRAIN_WINDOWS.values()))
-        profile = days.synthetic_profile((seed, stream, i), DECISION_DAYS + 1, monday)
-        yield windows(profile)[0], np.random.default_rng((seed, stream, i, 1))
+        profile = tes_profiles.synthetic_profile((seed, stream, i), DECISION_DAYS + 1, monday)
+        yield cut_windows(profile)[0], np.random.default_rng((seed, stream, i, 1))
 
 
 def short_windows(seed: int) -> Iterator[tuple[Window, np.random.Generator]]:
-    """Windows to take short hours from, without end, of a random stream of their own."""
+    """Endless windows to take short hours from, of a random stream of their own."""
     return synthetic_windows(seed, SHORT_STREAM, None, TRAIN_START)
 
 
@@ -130,7 +132,7 @@ def rows_csv(rows: list[CsvRow]) -> str:
     """Writes rows as CSV text; eight decimals, so that all machines write the same bytes."""
     columns = list(rows[0])
     cells = [[f"{row[c]:.8f}" if isinstance(row[c], float) else row[c] for c in columns] for row in rows]
-    return days.to_csv(columns, cells)
+    return tes_profiles.to_csv(columns, cells)
 
 
 def synthetic_files(
@@ -140,33 +142,34 @@ def synthetic_files(
     heldout: Mapping[str, int] = HELDOUT_WINDOWS,
     factor: Mapping[str, float] = TRAIN_FACTOR,
 ) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of the files under data/, or of others with so many windows of each prompt. Full prompts
-    describe the first windows of the compact ones."""
+    """Yields (name, text) of the files under data/, or of files with other numbers of windows by form of prompt
+    (`train`, `heldout`) and other factors of the training loads (`factor`). Full prompts describe the first of the
+    windows that compact prompts describe."""
     for prompt in prompts:
-        most = factor[prompt]
         drawn = synthetic_windows(seed, TRAIN_STREAM, train[prompt], TRAIN_START)
-        walks = (trajectory(varied(window, rng, most), rng, prompt, None) for window, rng in drawn)
-        more = ((varied(window, rng, most), rng) for window, rng in short_windows(seed))
-        rows = with_short_hours(list(itertools.chain.from_iterable(walks)), more, prompt, SHORT_SHARE)
+        trajectories = (trajectory(vary_loads(window, rng, factor[prompt]), rng, prompt, None) for window, rng in drawn)
+        for_short = ((vary_loads(window, rng, factor[prompt]), rng) for window, rng in short_windows(seed))
+        rows = with_short_hours(list(itertools.chain.from_iterable(trajectories)), for_short, prompt, SHORT_SHARE)
         yield file_name("train", prompt), rows_csv(rows)
         drawn = synthetic_windows(seed, HELDOUT_STREAM, heldout[prompt], HELDOUT_START)
-        walks = (trajectory(window, rng, prompt) for window, rng in drawn)
-        yield file_name("heldout", prompt), rows_csv([row for walk in walks for row, _ in walk])
+        decisions = itertools.chain.from_iterable(trajectory(window, rng, prompt) for window, rng in drawn)
+        yield file_name("heldout", prompt), rows_csv([row for row, _ in decisions])
     dates = [HELDOUT_START + timedelta(weeks=i) for i in range(max(heldout.values()))]
-    blocks = [days.synthetic_profile((seed, HELDOUT_STREAM, i), DECISION_DAYS + 1, day) for i, day in enumerate(dates)]
-    yield "profile_heldout.csv", days.profile_csv(blocks)
+    days = DECISION_DAYS + 1
+    blocks = [tes_profiles.synthetic_profile((seed, HELDOUT_STREAM, i), days, day) for i, day in enumerate(dates)]
+    yield "profile_heldout.csv", tes_profiles.profile_csv(blocks)
 
 
 def read_profiles(paths: Iterable[Path]) -> dict[Path, Profile]:
-    """Users' profiles by their files, whose stems name what is made of them. Raises InputError with the problems of
-    every file, before anything is made of any."""
+    """Users' profiles by path; the stem of a path names the files that are made of its profile, so no two may be equal.
+    Raises InputError with the problems of all profiles."""
     profiles: dict[Path, Profile] = {}
     problems: list[str] = []
     for path in paths:
         if path.stem in {other.stem for other in profiles}:
             problems.append(f"{path}: another profile has this name too; rename one of them")
         try:
-            profiles[path] = days.read_profile(path)
+            profiles[path] = tes_profiles.read_profile(path)
         except InputError as error:
             problems += error.args
     if problems:
@@ -183,33 +186,34 @@ def profile_files(
     short_share: float = 0.0,
     vary: float = 1.0,
 ) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of the files made from the users' profiles. Further trajectories start at random energies,
-    and their loads and those of short hours are `varied`."""
+    """Yields (name, text) of the files made from the users' profiles, one for each profile and form of prompt. The
+    first trajectory through a window starts at START_KWH with the profile's own loads. Further trajectories start at
+    random energies; their loads, and those of short hours, get factors from 1 / vary to vary."""
     for (path, profile), prompt in itertools.product(profiles.items(), prompts):
-        numbered = list(enumerate(windows(profile)))
+        numbered = list(enumerate(cut_windows(profile)))
         decisions: list[Decision] = []
         for (w, window), n in itertools.product(numbered, range(trajectories)):
             rng = np.random.default_rng((seed, w, n))
             if n == 0:
                 decisions += trajectory(window, rng, prompt, START_KWH, explore)
             else:
-                decisions += trajectory(varied(window, rng, vary), rng, prompt, None, explore)
+                decisions += trajectory(vary_loads(window, rng, vary), rng, prompt, None, explore)
         draws = itertools.product(range(trajectories, trajectories + MOST_DRAWS), numbered)
         drawn = ((window, np.random.default_rng((seed, w, n))) for n, (w, window) in draws)
-        more = ((varied(window, rng, vary), rng) for window, rng in drawn)
-        yield file_name(path.stem, prompt), rows_csv(with_short_hours(decisions, more, prompt, short_share))
+        for_short = ((vary_loads(window, rng, vary), rng) for window, rng in drawn)
+        yield file_name(path.stem, prompt), rows_csv(with_short_hours(decisions, for_short, prompt, short_share))
 
 
-def varied(window: Window, rng: np.random.Generator, most: float) -> Window:
-    """The window with the load of each day times a factor of its own, log-uniform from 1 / most to most, 0.1 kW.
+def vary_loads(window: Window, rng: np.random.Generator, max_factor: float) -> Window:
+    """The window with the loads of each day times a factor of its own, log-uniform from 1 / max_factor to max_factor.
 
-    A few real days show one season's loads, and a policy that has seen no other leaves the next season's unserved. The
-    values of a varied window are as exact: the plant is simulated (domain randomization, Tobin et al. 2017,
-    1703.06907).
+    A few real days show one season's loads, and a policy that has seen no other leaves the next season's unserved
+    (domain randomization, Tobin et al. 2017, 1703.06907). The values of a varied window are exact too, because the
+    plant is simulated.
     """
-    if most == 1:
+    if max_factor == 1:
         return window
-    factors = most ** rng.uniform(-1.0, 1.0, size=(len(window.dates), 1))
+    factors = max_factor ** rng.uniform(-1.0, 1.0, size=(len(window.dates), 1))
     return dataclasses.replace(window, load_kw=np.round(window.load_kw * factors, 1))
 
 

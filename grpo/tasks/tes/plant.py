@@ -13,8 +13,8 @@ from rewards import TEMPERATURE
 
 HOURS = tuple(range(8, 18))  # decision hours of a day: 08:00 to 17:00, the building closes at 18:00
 DECISION_DAYS = 3  # days decided on in a window; one more day follows it and prices what is left in the storage
-LOW_HOURS = 5  # stored energy is worth the mean of the next day's so many lowest intensities in decision hours
-START_KWH = 150.0  # half full
+LOW_HOURS = 5  # number of the next day's lowest CO2 intensities in decision hours whose mean prices stored energy
+START_KWH = 150.0  # stored at the start of a window: half of the capacity
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Plant:
 
 
 class Step(NamedTuple):
-    """What one hour did; every field has the broadcast shape of the inputs of `step`."""
+    """The result of one hour; every field has the broadcast shape of the inputs of `step`."""
 
     energy_kwh: np.ndarray  # stored after the hour
     reward: np.ndarray  # minus the hourly cost
@@ -64,7 +64,7 @@ def low_co2(co2: np.ndarray) -> float:
 
 
 def terminal_price(plant: Plant, next_co2: np.ndarray) -> float:
-    """Value of a stored kWh after the last decision: the cost of making it in the next day's cheapest hours."""
+    """Value of a stored kWh after the last decision: the cost of making it in the next day's lowest-CO2 hours."""
     return low_co2(next_co2) / plant.cop / plant.cost_scale
 
 
@@ -85,7 +85,7 @@ def solve(
     """Dynamic programming backwards over T decisions (night hours change nothing, so they are left out).
 
     load_kw, co2_kg_per_kwh: shape (T,). price_per_kwh: value of a kWh that is left at the end. start_kwh: one energy or
-    several, shape (S,). Raises ValueError where the shapes differ.
+    several, shape (S,). Raises ValueError if the shapes differ.
 
     An even grid of energies would not be exact: where a low output just fails to serve a load, the value falls by up to
     10/6 per kWh within a fraction of a kWh, and interpolation smears that over a cell. So the nodes of each hour are
@@ -97,10 +97,10 @@ def solve(
     if load.ndim != 1 or load.shape != co2.shape:
         raise ValueError(f"load_kw {load.shape} and co2_kg_per_kwh {co2.shape} must both have shape (T,)")
     actions = np.arange(len(plant.ratios))[:, None]
-    nodes = [distinct(np.atleast_1d(np.asarray(start_kwh, float)))]
+    nodes = [distinct_energies(np.atleast_1d(np.asarray(start_kwh, float)))]
     for t in range(load.size):
-        nodes.append(distinct(step(plant, nodes[t], actions, load[t], co2[t]).energy_kwh.ravel()))
-    # Backward: values. A successor that is a node is met up to rounding, and interpolation is continuous there.
+        nodes.append(distinct_energies(step(plant, nodes[t], actions, load[t], co2[t]).energy_kwh.ravel()))
+    # Backward: values. Each successor is a node up to rounding, and interpolation is continuous at nodes.
     values = [price_per_kwh * nodes[-1]]
     for t in reversed(range(load.size)):
         after = step(plant, nodes[t], actions, load[t], co2[t])
@@ -108,7 +108,7 @@ def solve(
     return Solution(plant, load, co2, tuple(nodes), tuple(reversed(values)))
 
 
-def distinct(energies: np.ndarray) -> np.ndarray:
+def distinct_energies(energies: np.ndarray) -> np.ndarray:
     """Sorts energies and drops repeats, also those that differ by rounding errors only; shape (N,) to (<= N,)."""
     energies = np.sort(energies)
     return energies[np.diff(energies, prepend=-np.inf) > 1e-7]
@@ -127,7 +127,7 @@ def best_action(q: np.ndarray) -> int:
     return int(np.flatnonzero(q >= q.max() - 1e-9)[0])
 
 
-def boltzmann(q: np.ndarray) -> np.ndarray:
+def softmax(q: np.ndarray) -> np.ndarray:
     """Softmax of action values, in units of TEMPERATURE, over the last axis; the largest is subtracted first, so
     nothing overflows."""
     weights = np.exp((q - q.max(axis=-1, keepdims=True)) / TEMPERATURE)

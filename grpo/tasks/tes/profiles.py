@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hourly profiles of CO2 intensity and cooling load: read from CSVs, or invented."""
+"""Hourly profiles of CO2 intensity and cooling load: read from CSVs, or synthetic."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Window:
         return solve(plant, load_kw, co2, terminal_price(plant, self.co2[DECISION_DAYS]), start_kwh)
 
 
-def windows(profile: Profile) -> list[Window]:
+def cut_windows(profile: Profile) -> list[Window]:
     """Cuts a profile into windows of three days plus the next; that next day starts the following window.
 
     A block of N consecutive days gives (N - 1) // 3 windows; the days left over at its end are not used.
@@ -58,7 +58,7 @@ def windows(profile: Profile) -> list[Window]:
         if (profile.dates[last] - profile.dates[first]).days == DECISION_DAYS:
             spans.append(slice(first, last + 1))
             first = last
-        else:  # a day is missing within: start behind the gap
+        else:  # a day within the span is missing: the next window starts after the gap
             gaps = (i for i in range(first, last) if (profile.dates[i + 1] - profile.dates[i]).days != 1)
             first = next(gaps) + 1
     hours = slice(HOURS[0], HOURS[-1] + 1)
@@ -66,7 +66,7 @@ def windows(profile: Profile) -> list[Window]:
 
 
 def synthetic_profile(seed: int | Sequence[int], days: int, start: date = TRAIN_START) -> Profile:
-    """Makes `days` consecutive days of invented weather.
+    """Makes `days` consecutive days of synthetic weather.
 
     CO2 intensity: a level of the week, a solar dip around noon whose depth follows the sky of the day (from overcast to
     clear), a morning and an evening peak; 0.15 to 0.6 kg/kWh. Cooling load: a level of the day, about 10 to 60 kW with
@@ -95,9 +95,9 @@ def synthetic_profile(seed: int | Sequence[int], days: int, start: date = TRAIN_
     return Profile(dates, co2.round(3), load.round(1))
 
 
-# What a header may be called, after NFKC normalisation (full-width letters, subscript 2) and lowercasing.
+# Patterns of the columns' names, after NFKC normalisation (full-width letters, subscript 2) and lowercasing.
 COLUMN_PATTERNS = {"datetime": r"date|time|日時", "co2": r"co2|carbon", "load": r"load|cool|demand|\[kw\]|冷房|需要"}
-DATETIME_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S")  # beside ISO 8601: what spreadsheets write
+DATETIME_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S")  # what spreadsheets write; ISO 8601 is read too
 
 
 def find_columns(header: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -107,10 +107,10 @@ def find_columns(header: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     plain = {name: unicodedata.normalize("NFKC", name).strip().lower() for name in header}
     for kind, pattern in COLUMN_PATTERNS.items():
         matches = [name for name in header if name not in columns.values() and re.search(pattern, plain[name])]
-        matches = [name for name in matches if plain[name] == kind] or matches  # The plain name wins.
+        matches = [name for name in matches if plain[name] == kind] or matches  # An exact name wins.
         if len(matches) != 1:
             problem = f"{len(matches)} columns could be the {kind} column ({pattern}) of {list(header)}"
-            problems.append(f"{problem}; name one of them {kind}, separated from others by commas")
+            problems.append(f"{problem}; name one of them {kind}, and separate columns by commas")
         if matches:
             columns[kind] = matches[0]
     return columns, problems
@@ -130,7 +130,8 @@ def parse_datetime(text: str) -> datetime:
 
 
 def parse_number(text: str, kind: str, stamp: datetime | None) -> float:
-    """Reads a CO2 intensity or a load. Raises ValueError, whose message names the fault."""
+    """Reads a CO2 intensity or a load, `kind`, of the hour `stamp`. Raises ValueError, whose message names
+    the fault; a load outside the decision hours is one."""
     value = math.nan
     with contextlib.suppress(ValueError):
         value = float(text.replace("_", "?"))  # Python would read 1_0 as 10
@@ -187,7 +188,7 @@ def read_profile(path: str | Path) -> Profile:
             except ValueError as error:
                 problems.append(f"{path}, row {number}, column {column!r}: {text!r} {error}")
         if stamp in hours:
-            problems.append(f"{path}, row {number}: '{stamp}' stands there twice; keep one of them")
+            problems.append(f"{path}, row {number}: '{stamp}' stands there twice; keep one of the rows")
         elif stamp:
             hours[stamp] = values
     problems += [f"{path}: {problem}" for problem in day_problems(hours)]
@@ -201,7 +202,7 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def day_problems(stamps: Collection[datetime]) -> list[str]:
-    """What hinders cutting the days of these hours into windows."""
+    """The reasons why the days of these hours cannot be cut into windows."""
     dates, problems = sorted({stamp.date() for stamp in stamps}), []
     for day in dates:
         missing = [f"{hour:02d}:00" for hour in HOURS if datetime.combine(day, time(hour)) not in stamps]

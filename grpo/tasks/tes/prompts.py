@@ -147,21 +147,21 @@ def render_compact(state: State) -> tuple[str, str]:
     words |= {"next": 100 * next_co2, "gain": 50 + 100 * (next_co2 - co2)}
     words |= {"short": min(rated, load - store), "room": min(rated, load + capacity - store)}
     words |= {"need": need / 10, "rank": (later_co2 < co2).sum(), "ahead": 100 * later_co2, "loads": later_load}
-    texts = (" ".join([word, *map(str, map(whole, np.atleast_1d(value)))]) for word, value in words.items())
+    texts = (" ".join([word, *map(str, map(vocabulary_number, np.atleast_1d(value)))]) for word, value in words.items())
     return COMPACT_SYSTEM, " ".join(texts)
 
 
-def whole(value: float) -> int:
+def vocabulary_number(value: float) -> int:
     """Rounds to an integer and clips to 0..200: one token in the tiny model's vocabulary."""
     return min(200, max(0, round(float(value))))
 
 
 def prompt_kind(conversations: Sequence[Sequence[tuple[str, str]]]) -> str | None:
-    """Which renderer of make_dataset wrote these prompts: `full`, `compact`, or None where they are of neither or of
+    """Which renderer of this module wrote these prompts: `full`, `compact`, or None if they are of neither kind or of
     both.
 
-    conversations: (role, text) pairs as `train_grpo.Row.messages`, one ("rendered", text) for a rendered prompt. Full
-    prompts must say the same of task, plant and actions word for word: another plant is not the one simulated here.
+    conversations: (role, text) pairs as in `Row.messages`; a rendered prompt is the single pair ("rendered", text).
+    What full prompts say of task, plant and actions must agree word for word: another plant is not simulated here.
     """
     day = np.zeros(len(HOURS))
     sample = render_full(State(datetime(2025, 1, 1, HOURS[0]), 0.0, day, day, day, day))
@@ -180,8 +180,9 @@ def prompt_kind(conversations: Sequence[Sequence[tuple[str, str]]]) -> str | Non
 
 
 def renderer(kind: str, render: Callable[[Sequence[tuple[str, str]]], str]) -> Callable[[State], str]:
-    """State -> prompt, ready to generate from. render: the model's chat template, for prompts that need one."""
+    """A function that turns a state into a prompt, ready to generate from. `render` applies the model's chat template,
+    which full prompts do not need."""
     if kind == "full":
         return render_full
-    cached = functools.cache(render)  # a template takes longer than the tiny model's token
+    cached = functools.cache(render)  # rendering takes longer than a token of the tiny model
     return lambda state: cached(tuple(zip(("system", "user"), render_compact(state), strict=True)))

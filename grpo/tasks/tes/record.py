@@ -21,19 +21,19 @@ from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import State, render_full, state_at
 
 MODELS = ("base", "trained")
-ASKED = (*MODELS, *(name + GREEDY for name in MODELS))
-LEAST_WINDOWS = 3  # fewer give no interval
+MODEL_POLICIES = (*MODELS, *(name + GREEDY for name in MODELS))
+LEAST_WINDOWS = 3  # fewer windows give no interval
 UNSERVED_KWH = 0.05  # A window in which more load than this stays unserved is counted.
 
 
 def read_windows(path: Path) -> list[tuple[str, Window]]:
     """The windows of a profile CSV with their names. Raises InputError with every problem of the file."""
-    windows = tes_profiles.windows(tes_profiles.read_profile(path))
+    windows = tes_profiles.cut_windows(tes_profiles.read_profile(path))
     return [(f"{path.stem}: {window.dates[0]}", window) for window in windows]
 
 
-def tidy(value: float | None) -> float | None:
-    """A number for JSON: six decimals."""
+def json_number(value: float | None) -> float | None:
+    """A float rounded to six decimals, without a negative zero; other values as they are."""
     return round(value, 6) + 0.0 if isinstance(value, float) else value
 
 
@@ -51,27 +51,27 @@ class ClosedLoopPlan(SimulationPlan):
 
 
 def new_record(plan: ClosedLoopPlan, settings: Settings, samples: int, exact: bool = False) -> Record:
-    """closed_loop.json with the rules and the optimum, before a model was asked. `exact`: by the probabilities of its
-    answers. Hours are decision hours, 08:00 to 17:00 of three days."""
+    """closed_loop.json with the rules and the optimum, before a model was asked. `exact`: models are measured by the
+    probabilities of their answers. Hours are decision hours, 08:00 to 17:00 of three days."""
     names = ("MODEL_ID", "EVAL_TEMPERATURE", "TOP_P", "MAX_COMPLETION_LEN", "SEED", "REASONING_EFFORT", "PROMPT_DATE")
     record: Record = {
         "profiles": list(plan.profiles),
         "samples": samples,
         "exact": exact,
-        # With others, figures are not the same measurement.
+        # Figures with other values are not the same measurement.
         "sampling": {name.lower(): getattr(settings, name) for name in names} | {"prompt": plan.prompt},
         "windows": [
             {
                 "name": name,
                 "load_kw": window.load_kw[:DECISION_DAYS].ravel().tolist(),
-                "co2_kg_per_kwh": window.co2.ravel().tolist(),  # With the day after, which prices what is left.
+                "co2_kg_per_kwh": window.co2.ravel().tolist(),  # The day after, which prices what is left, is included.
                 "policies": {},
             }
             for name, window in zip(plan.episodes, plan.windows, strict=True)
         ],
         "totals": {},
     }
-    for name, policy in {"optimum": loop.optimum(plan.windows), **loop.RULES}.items():
+    for name, policy in {"optimum": loop.optimal_policy(plan.windows), **loop.RULES}.items():
         trace = loop.closed_loop(plan.windows, policy)
         add_policy(record, name, plan.windows, trace, np.zeros(len(plan.windows), int))
     return record
@@ -86,11 +86,11 @@ def add_policy(
     answers: int = 0,
     sums: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Put a policy into the record and compute the totals again.
+    """Puts a policy into the record and computes the totals again.
 
-    `trace` holds all windows as often as each was run, pass by pass: the hours that are kept are the first pass's,
-    `mean` and the totals are means over the passes, or `sums` (W,) where there are some. `unparsed` counts answers that
-    could not be read by row of the trace; `answers` are all of them.
+    `trace` holds the windows once for each pass, pass by pass, and the record keeps the hours of the first pass. `mean`
+    and the totals are means over the passes, or `sums` (W,) if these are passed. `unparsed` is the number of answers
+    without an action by row of `trace`, and `answers` the number of all answers.
     """
     count = len(windows)
     sums = sums or loop.outcome(trace, list(windows) * (len(trace.actions) // count))
@@ -98,10 +98,10 @@ def add_policy(
         rows = slice(i, None, count)
         entry["policies"][name] = {
             "actions": trace.actions[i].tolist(),
-            "storage_kwh": [tidy(value) for value in trace.storage_kwh[i].tolist()],
-            "unparsed": tidy(unparsed[rows].sum().item()),
+            "storage_kwh": [json_number(value) for value in trace.storage_kwh[i].tolist()],
+            "unparsed": json_number(unparsed[rows].sum().item()),
             "answers": answers // count,
-            "mean": {key: tidy(float(values[rows].mean())) for key, values in sums.items()},
+            "mean": {key: json_number(float(values[rows].mean())) for key, values in sums.items()},
         }
     add_totals(record)
 
@@ -121,7 +121,7 @@ def add_totals(record: Record) -> None:
             low, high = rewards.confidence_interval(above, best)
         percent = math.fsum(above) / scale if scale > 0 else None
         figures = {"regret_percent": percent, "regret_percent_low": low, "regret_percent_high": high}
-        return {name: tidy(value) for name, value in figures.items()}
+        return {name: json_number(value) for name, value in figures.items()}
 
     def losses(name: str) -> dict[str, float | str | None]:
         unserved = {entry["name"]: entry["policies"][name]["mean"]["unserved_kwh"] for entry in record["windows"]}
@@ -130,10 +130,10 @@ def add_totals(record: Record) -> None:
         return {"unserved_windows": count, "worst_window": worst if count else None, "worst_unserved_kwh": most}
 
     record["totals"] = {}
-    for name in [name for name in (*ASKED, "optimum", *loop.RULES) if name in priced]:
+    for name in [name for name in (*MODEL_POLICIES, "optimum", *loop.RULES) if name in priced]:
         entries = [policies[name] for policies in windows]
-        sums = {key: tidy(math.fsum(entry["mean"][key] for entry in entries)) for key in entries[0]["mean"]}
-        counts = {key: tidy(sum(entry[key] for entry in entries)) for key in ("unparsed", "answers")}
+        sums = {key: json_number(math.fsum(entry["mean"][key] for entry in entries)) for key in entries[0]["mean"]}
+        counts = {key: json_number(sum(entry[key] for entry in entries)) for key in ("unparsed", "answers")}
         record["totals"][name] = sums | losses(name) | regret(name, "optimum") | counts
     record.pop("difference", None)
     if priced.keys() >= set(MODELS):
@@ -141,14 +141,14 @@ def add_totals(record: Record) -> None:
 
 
 def keep_base(record: Record, earlier: Record) -> None:
-    """Take over what an earlier record holds of the base model, sampled and greedy, if it is of the same windows,
-    samples and settings."""
+    """Copies the base model's policies, sampled and greedy, from an earlier record of the same windows, samples and
+    settings."""
 
-    def how(measured: Record) -> list[object]:
+    def conditions(measured: Record) -> list[object]:
         inputs = [[window.get(key) for key in ("name", "load_kw", "co2_kg_per_kwh")] for window in measured["windows"]]
         return [measured.get(key) for key in ("samples", "exact", "sampling")] + inputs
 
-    if how(record) == how(earlier):
+    if conditions(record) == conditions(earlier):
         for entry, old in zip(record["windows"], earlier["windows"], strict=True):
             kept = {"base", "base" + GREEDY} & old["policies"].keys()
             entry["policies"] |= {name: old["policies"][name] for name in kept}
@@ -156,8 +156,8 @@ def keep_base(record: Record, earlier: Record) -> None:
 
 
 def run_model(plan: ClosedLoopPlan, record: Record, name: str, ask: loop.Ask) -> None:
-    """Let a model run through the windows and put it into the record as `name`, one of ASKED: `samples` times, all of
-    them side by side, a greedy one once."""
+    """Lets a model run through the windows and puts it into the record as `name`, one of MODEL_POLICIES: in `samples`
+    passes side by side, or in one if it answers greedily."""
     passes = 1 if name.endswith(GREEDY) else record["samples"]
     unparsed = np.zeros(len(plan.windows) * passes, int)
     policy = loop.model_policy(ask, plan.render, unparsed)
@@ -169,24 +169,23 @@ def run_model(plan: ClosedLoopPlan, record: Record, name: str, ask: loop.Ask) ->
 def run_exact(
     plan: ClosedLoopPlan, record: Record, name: str, probabilities: Callable[[Sequence[str], bool], np.ndarray]
 ) -> None:
-    """As `run_model`, but all that can happen, by the probabilities of the answers: `probabilities(prompts, greedy)`
-    are (N, K). Puts the model as `name` and as its greedy policy into the record; the hours of both are the greedy
-    path's."""
-    windows, samples, unread = plan.windows, record["samples"], np.zeros(len(plan.windows), int)
+    """Puts a model into the record as `name`, by its expectation over all answers instead of samples, and as its greedy
+    policy; the hours of both are those of the greedy pass. `probabilities(prompts, greedy)` are (N, K)."""
+    windows, samples, unparsed = plan.windows, record["samples"], np.zeros(len(plan.windows), int)
 
     def likeliest(states: Sequence[State]) -> list[int | None]:
         p = probabilities([plan.render(state) for state in states], True)
-        is_read = np.any(p > 0, axis=1)
-        unread[:] += ~is_read
-        pairs = zip(p.argmax(axis=1).tolist(), list(is_read), strict=True)
-        return [action if known else None for action, known in pairs]
+        is_parsed = np.any(p > 0, axis=1)
+        unparsed[:] += ~is_parsed
+        pairs = zip(p.argmax(axis=1).tolist(), list(is_parsed), strict=True)
+        return [action if is_parsed else None for action, is_parsed in pairs]
 
-    def chances(states: Sequence[State]) -> np.ndarray:
+    def action_probabilities(states: Sequence[State]) -> np.ndarray:
         return probabilities([plan.render(state) for state in states], False)
 
     with Phase("greedy", first_s=ROWS_S):
         trace = loop.closed_loop(windows, likeliest)
-    expected = loop.expected_loop(windows, chances)
+    expected = loop.expected_loop(windows, action_probabilities)
     sums = loop.expected_outcome(expected, windows)
     add_policy(record, name, windows, trace, expected.unparsed * samples, trace.actions.size * samples, sums)
-    add_policy(record, name + GREEDY, windows, trace, unread, trace.actions.size)
+    add_policy(record, name + GREEDY, windows, trace, unparsed, trace.actions.size)

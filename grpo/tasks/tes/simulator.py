@@ -13,8 +13,7 @@ from pathlib import Path
 from grpo.data.files import Row, find_files, read_rows
 from grpo.data.prompts import open_answer, render
 from grpo.settings import InputError, Problems, Settings
-from grpo.tasks.figure_text import number as finite
-from grpo.tasks.figure_text import part, spread, table_lines, verdict_of
+from grpo.tasks.figure_text import finite_number, object_at, table_lines, verdict_of, with_interval
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.closed_loop import DECISIONS, PLANT
@@ -24,7 +23,8 @@ from grpo.tasks.tes.record import ClosedLoopPlan
 
 PROFILE = "data/profile_heldout.csv"  # of the demo's held-out rows
 FULL_IS_SAMPLED = "full prompts are too long and too many to ask all that can happen"
-MODELS = ("base", "trained", "base_greedy", "trained_greedy", "optimum")  # the others are fixed rules
+# Policies in the upper part of the table; fixed rules follow.
+SHOWN_FIRST = ("base", "trained", "base_greedy", "trained_greedy", "optimum")
 HEADER = ("", "CO2, kg", "Cycled, kWh", "Regret, %", "Unparsed", "Unserved, kWh", "In windows", "Worst window (kWh)")
 NOTE = (
     "Totals over all windows. Regret: cost above the optimum's, in brackets its 95% interval over windows. Little CO2 "
@@ -36,9 +36,9 @@ RARE_LOSSES = (  # measured with such losses; docs/evaluation.md says the same
 )
 
 
-def why_not(settings: Settings, kind: str | None, use_vllm: bool, is_chosen: bool) -> str:
-    """Why the closed loop does not run beside held-out prompts of this kind (None: other prompts, or none); empty where
-    it runs."""
+def skip_reason(settings: Settings, kind: str | None, use_vllm: bool, is_chosen: bool) -> str:
+    """Why the closed loop does not run beside held-out prompts of this kind (None: other prompts, or none); empty if it
+    does run."""
     if not settings.EVAL_SAMPLES:
         return "EVAL_SAMPLES=0"
     if settings.EVAL_PROFILE is not None and not settings.EVAL_PROFILE.strip():
@@ -48,13 +48,13 @@ def why_not(settings: Settings, kind: str | None, use_vllm: bool, is_chosen: boo
     if settings.EVAL_PROFILE is None:
         return "set EVAL_PROFILE to the hourly profile of the held-out days to run it on the plant"
     if settings.MODEL_ID != "tiny" and not (use_vllm or settings.DIRECT_ANSWERS) and not is_chosen:
-        return "its hours in turn take transformers too long; set EVAL_PROFILE to run it nevertheless"
+        return "transformers takes too long for its consecutive hours; set EVAL_PROFILE to run it nevertheless"
     return ""
 
 
 def why_sampled(settings: Settings, kind: str | None) -> str:
-    """Why the model's answers are sampled, with prompts of this kind; empty where all of them can be asked. With
-    DIRECT_ANSWERS the probabilities of all answers to a prompt take one pass over it."""
+    """Why the model's answers are sampled, with prompts of this kind; empty if the probabilities of all answers can be
+    computed. With DIRECT_ANSWERS these take one pass over a prompt."""
     return FULL_IS_SAMPLED if kind == "full" and not settings.DIRECT_ANSWERS else ""
 
 
@@ -73,7 +73,7 @@ def make_plan(
         fix = "Add chat_template.jinja, or take full prompts"
         problems.add(f"MODEL_ID={settings.MODEL_ID}", "it has no chat template", fix)
     effort, date = settings.REASONING_EFFORT, settings.PROMPT_DATE
-    shown = renderer(prompt, lambda turns: render(template or "", tuple(turns), effort, date))
+    render_state = renderer(prompt, lambda turns: render(template or "", tuple(turns), effort, date))
     profiles = tuple(path.name for path in files)
     return ClosedLoopPlan(
         reason=f"{len(windows)} windows of {', '.join(profiles)}, {DECISIONS} decisions one after the other",
@@ -85,7 +85,7 @@ def make_plan(
         prompt=prompt,
         profiles=profiles,
         windows=tuple(window for _, window in windows),
-        render=(lambda state: open_answer(shown(state))) if settings.DIRECT_ANSWERS else shown,
+        render=(lambda state: open_answer(render_state(state))) if settings.DIRECT_ANSWERS else render_state,
     )
 
 
@@ -96,7 +96,7 @@ def recorded_prompt(settings: Settings) -> tuple[str, str]:
         if rows and (kind := prompt_kind([row.messages for row in rows])):
             return kind, f"as in {name}"
     kind = "compact" if settings.MODEL_ID == "tiny" else "full"
-    return kind, "the data of the run are not here, as the model needs"
+    return kind, "the run's data are missing; the model's usual kind"
 
 
 class ClosedLoop(Simulator):
@@ -112,7 +112,7 @@ class ClosedLoop(Simulator):
         problems: Problems,
     ) -> ClosedLoopPlan:
         kind = prompt_kind([row.messages for row in rows]) if rows else None
-        if reason := why_not(settings, kind, use_vllm, is_chosen):
+        if reason := skip_reason(settings, kind, use_vllm, is_chosen):
             is_mentioned = bool(kind or settings.EVAL_PROFILE)
             return ClosedLoopPlan(reason, is_mentioned=is_mentioned, why_sampled=why_sampled(settings, kind))
         files = find_files("EVAL_PROFILE", settings.EVAL_PROFILE or "", problems)
@@ -141,9 +141,9 @@ class ClosedLoop(Simulator):
             tes_record.run_model(plan, record, name + GREEDY if is_greedy else name, ask)
 
     def figures(self, record: Record, name: str) -> dict[str, float]:
-        total = part(record, "totals", name)
+        total = object_at(record, "totals", name)
         names = {"plant_regret": "regret_percent", "plant_unserved_kwh": "unserved_kwh"}
-        figures = {column: finite(total.get(key)) for column, key in names.items()}
+        figures = {column: finite_number(total.get(key)) for column, key in names.items()}
         return {column: value for column, value in figures.items() if not math.isnan(value)}
 
     def summary(self, record: Record, name: str) -> str:
@@ -154,53 +154,55 @@ class ClosedLoop(Simulator):
         lines = [f"Closed loop, {len(record['windows'])} windows of three days, {how}"]
         lines += table_lines([HEADER, *policy_rows(record)])
         if "difference" in record:
-            change = spread(record["difference"], "regret_percent", "+.1f", "95% interval ")
+            change = with_interval(record["difference"], "regret_percent", "+.1f", "95% interval ")
             lines.append(f"  trained against base: regret {change} points")
         if any(map(hides_losses, record["totals"].values())):
             lines += textwrap.wrap(f"* {RARE_LOSSES}", 110, initial_indent="  ", subsequent_indent="    ")
         return "\n".join(lines)
 
     def report(self, record: Record) -> ReportSection:
-        verdict, base, trained = "", part(record, "totals", "base"), part(record, "totals", "trained")
+        verdict, base, trained = "", object_at(record, "totals", "base"), object_at(record, "totals", "trained")
         if base and trained:
-            change = part(record, "difference")
-            better = verdict_of(-finite(change.get("regret_percent_high")), -finite(change.get("regret_percent_low")))
+            change = object_at(record, "difference")
+            low, high = (finite_number(change.get(f"regret_percent_{end}")) for end in ("low", "high"))
             regret, unserved = (
-                [finite(total.get(name)) for total in (base, trained)] for name in ("regret_percent", "unserved_kwh")
+                [finite_number(total.get(name)) for total in (base, trained)]
+                for name in ("regret_percent", "unserved_kwh")
             )
-            moved = spread(change, "regret_percent", "+,.1f", "95% interval ")
+            difference = with_interval(change, "regret_percent", "+,.1f", "95% interval ")
             verdict = (
-                f"At the plant regret went from {regret[0]:,.1f}% to {regret[1]:,.1f}%, by {moved} points: {better}. "
+                f"At the plant regret went from {regret[0]:,.1f}% to {regret[1]:,.1f}%, by {difference} points: "
+                f"{verdict_of(-high, -low)}. "
                 f"Load left unserved: {unserved[0]:,.1f} kWh before, {unserved[1]:,.1f} after, "
                 f"{unserved_text(trained, len(record['windows']))}."
             )
             verdict += f" {RARE_LOSSES}" if hides_losses(base) or hides_losses(trained) else ""
-        is_marked = any(map(hides_losses, part(record, "totals").values()))
+        is_marked = any(map(hides_losses, object_at(record, "totals").values()))
         note = f"{NOTE} * {RARE_LOSSES}" if is_marked else NOTE
         return ReportSection(verdict, "Closed loop at the plant", HEADER, policy_rows(record), note)
 
 
 def hides_losses(policy: Mapping[str, object]) -> bool:
-    """Whether a policy has an interval over windows, and left load unserved in some of them."""
-    return finite(policy.get("unserved_windows")) > 0 and policy.get("regret_percent_low") is not None
+    """Whether a policy left load unserved in some windows and has an interval, which then may hide rare losses."""
+    return finite_number(policy.get("unserved_windows")) > 0 and policy.get("regret_percent_low") is not None
 
 
 def unserved_text(policy: Mapping[str, object], windows: int) -> str:
-    """In how many of the windows a policy left load unserved, and in which one most; it follows the kWh of all."""
+    """Words that follow a policy's unserved kWh: in how many windows load stayed unserved, and the worst window."""
     if not policy["unserved_windows"]:
         return f"in none of {windows} windows"
-    worst = f"{policy['worst_window']} with {finite(policy['worst_unserved_kwh']):,.1f} kWh"
+    worst = f"{policy['worst_window']} with {finite_number(policy['worst_unserved_kwh']):,.1f} kWh"
     return f"in {policy['unserved_windows']} of {windows} windows, worst {worst}"
 
 
 def policy_rows(record: Record) -> list[list[str]]:
     """The rows below HEADER: models first, then the fixed rules."""
-    rows, totals = [], part(record, "totals")
-    for name in sorted(totals, key=lambda name: name not in MODELS):
+    rows, totals = [], object_at(record, "totals")
+    for name in sorted(totals, key=lambda name: name not in SHOWN_FIRST):
         policy = totals[name]
         keys = ("co2_kg", "storage_cycled_kwh", "unserved_kwh")
-        co2, cycled, unserved = (f"{finite(policy.get(key)):,.1f}" for key in keys)
-        regret = spread(policy, "regret_percent", ",.1f") + (" *" if hides_losses(policy) else "")
+        co2, cycled, unserved = (f"{finite_number(policy.get(key)):,.1f}" for key in keys)
+        regret = with_interval(policy, "regret_percent", ",.1f") + (" *" if hides_losses(policy) else "")
         answers = f"{policy['unparsed']:.0f} of {policy['answers']}" if policy.get("answers") else ""
         windows = f"{policy['unserved_windows']} of {len(record['windows'])}"
         row = [name.replace("_", " "), co2, cycled, regret, answers, unserved, windows]

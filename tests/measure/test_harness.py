@@ -9,7 +9,7 @@ import sys
 import bench
 import pytest
 
-from grpo.measure import record, rollout, variants
+from grpo.measure import harness, record, rollout
 
 COMMAND = "rollout --model m --data d --set TOTAL_STEPS=2 --free-gib 22"
 
@@ -24,8 +24,8 @@ def test_a_run_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch, code):
         child = bench.parse_args()
         assert (child.child, child.set, child.model) == ("run", [("TOTAL_STEPS", "2")], "m")
         if code == 0:
-            values = {"step_s": 2.0, "free": 22.0, "size": "12 x 8", "which": "mean"}
-            variants.write_result(child, child.child, values)
+            values = {"step_s": 2.0, "free": 22.0, "size": "12 x 8", "averaged": "mean"}
+            harness.write_result(child, child.child, values)
         return code
 
     left: list[float] = []

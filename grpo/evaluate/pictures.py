@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the figures of a run's report, without pyplot, so that the caller's matplotlib state does not change."""
+"""Draws the pictures of a run's report, without pyplot, so that the caller's matplotlib state does not change."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from matplotlib.ticker import MaxNLocator
 from grpo.evaluate.run_data import FUNCTION, Run
 from grpo.run.logs import EVALUATED, METRICS
 from grpo.settings_table import TASK_FIGURES
-from grpo.tasks.figure_text import number
+from grpo.tasks.figure_text import finite_number
 
-MEAN_OF = 10  # steps in a moving mean
+MEAN_STEPS = 10  # steps in a moving mean
 DPI = 160
 MEASURED = ["heldout_reward"]
 CURVES = {  # title: columns of metrics.csv with a common unit; their meanings become the caption
@@ -47,7 +47,7 @@ STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#
 
 
 def panel(unit: str) -> Axes:
-    """Axes over steps, 4.8 inches wide: text stays readable on a phone, and other screens fit two columns."""
+    """New axes over steps, 4.8 inches wide: text stays readable on a phone, and other screens fit two columns."""
     axes = Figure(figsize=(4.8, 2.7), dpi=DPI, layout="constrained").subplots()
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.set_xlabel("step")
@@ -65,7 +65,7 @@ def picture(axes: Axes, title: str, caption: str) -> tuple[str, str, str]:
     return title, caption, base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def curve(axes: Axes, values: pandas.DataFrame, references: Mapping[str, float]) -> None:
+def draw_curve(axes: Axes, values: pandas.DataFrame, references: Mapping[str, float]) -> None:
     """Draw the columns over the index, the steps: training figures as dots with a line for their moving mean, evaluated
     ones as joined dots. `references` are other policies' values, drawn as horizontal lines."""
     # Joined dots of training figures look like a barcode if the longest completion jumps between two lengths.
@@ -76,12 +76,12 @@ def curve(axes: Axes, values: pandas.DataFrame, references: Mapping[str, float])
             axes.plot(points, "o-", color=colour, markersize=5, label=label)
         else:
             axes.plot(points, ".", color=colour, alpha=0.45, markersize=4, markeredgewidth=0)
-            axes.plot(points.rolling(MEAN_OF, min_periods=1).mean(), color=colour, label=label)
+            axes.plot(points.rolling(MEAN_STEPS, min_periods=1).mean(), color=colour, label=label)
     for name, value in references.items():
         axes.axhline(value, color="#666666", linestyle=REFERENCES[name], label=f"{name} {value:.2f}")
 
 
-def phases(axes: Axes, metrics: pandas.DataFrame) -> None:
+def draw_phases(axes: Axes, metrics: pandas.DataFrame) -> None:
     """Draw the seconds of each step as stacked areas by phase; generation is the remainder of the rollout."""
     spent = metrics.reindex(columns=list(PHASES)).fillna(0.0)
     generation = metrics["rollout_s"] - spent[["wake_s", "handover_s", "sleep_s"]].sum(axis=1)
@@ -92,18 +92,20 @@ def phases(axes: Axes, metrics: pandas.DataFrame) -> None:
 
 
 def pictures(run: Run) -> list[tuple[str, str, str]]:
-    """All figures for which the run has values, in two steps at least."""
-    drawn, values = [], run.metrics.set_index("step").drop(columns=list(EVALUATED)).join(run.evaluated(), how="outer")
-    known = {name: number(run.evaluation.get(name)) for name in REFERENCES}
+    """The pictures for which the run has values in at least two steps."""
+    values = run.metrics.set_index("step").drop(columns=list(EVALUATED))
+    drawn, values = [], values.join(run.evaluated_steps(), how="outer")
+    known = {name: finite_number(run.evaluation.get(name)) for name in REFERENCES}
     references = {name: value for name, value in known.items() if value == value}
     functions = [name for name in values if name.startswith(FUNCTION)]
     meanings = METRICS | dict.fromkeys(functions, ("reward", "Mean before its weight."))
     several = {"Reward functions": functions} if len(functions) > 1 else {}
     for title, columns in (CURVES | several).items():
         if values[columns].notna().sum().max() > 1:
-            curve(axes := panel(meanings[columns[0]][0]), values[columns], references if columns == MEASURED else {})
+            axes = panel(meanings[columns[0]][0])
+            draw_curve(axes, values[columns], references if columns == MEASURED else {})
             drawn.append(picture(axes, title, " ".join(dict.fromkeys(meanings[column][1] for column in columns))))
     if len(run.metrics) > 1 and run.metrics["learn_s"].any():
-        phases(axes := panel("s per step"), run.metrics)
+        draw_phases(axes := panel("s per step"), run.metrics)
         drawn.append(picture(axes, "Time per phase", "Seconds of a step, stacked; evaluations are not counted."))
     return drawn

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What measurements of runs share: settings, results of child processes, and watched functions."""
+"""The harness of measurements that run the entry point: settings, watched functions, GPU memory, and the results of
+child processes."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ import torch
 from peft import PeftModel
 
 from grpo.learn.trainer import Trainer
-from grpo.measure.record import NOISE, Json, commit, environment, read_json
+from grpo.measure.record import NOISE, Json, commit, read_json, split_settings
 from grpo.plan.machine import GIB
 from grpo.settings import parse_value
 
 Function = Callable[..., Any]  # a function of the project that a measurement watches, with its own arguments
-# The settings of all runs. INVALID_REWARD is set because the checks then only warn that noise pays for garbage.
+# The settings of all runs. Without INVALID_REWARD the checks would refuse NOISE, which pays for garbage.
 COMMON = f"""USE_VLLM=1 PROMPTS_PER_STEP=12 NUM_GENERATIONS=8 TOTAL_STEPS=3 SAVE_STEPS=9 EVAL_SAMPLES=0 OVERWRITE=1
     REWARDS=action,{NOISE} INVALID_REWARD=0"""
-# Other settings with DIRECT_ANSWERS, where nothing is generated and the reward of every action is looked up.
-DIRECT = environment("USE_VLLM=auto REWARDS=action")
+# With DIRECT_ANSWERS these replace COMMON's: nothing is generated, and the reward of every action is looked up.
+DIRECT = split_settings("USE_VLLM=auto REWARDS=action")
 
 
 @contextlib.contextmanager
@@ -41,7 +42,7 @@ def run_settings(options: argparse.Namespace, settings: Mapping[str, str | int])
     """The settings of a run in OUTPUT_DIR=`options.run`: three steps of 12 prompts x 8 completions beside vLLM, unless
     `settings` say otherwise."""
     paths = {"MODEL_ID": options.model, "DATA": options.data, "OUTPUT_DIR": Path(options.run).absolute()}
-    common = environment(COMMON)
+    common = split_settings(COMMON)
     if parse_value("DIRECT_ANSWERS", str(settings.get("DIRECT_ANSWERS", 0))):
         common |= DIRECT
     return {name: str(value) for name, value in {**common, **paths, **settings}.items()}
@@ -73,17 +74,18 @@ def result_path(options: argparse.Namespace, child: str) -> Path:
 
 
 def subject_of(options: argparse.Namespace) -> list[str]:
-    """What is measured: the commit and the options. Results of another subject are not used."""
+    """What is measured: the commit, and the options for model, data and settings. Results of another subject are not
+    used."""
     return [commit(), *(str(getattr(options, name, "")) for name in ("model", "data", "set"))]
 
 
 def write_result(options: argparse.Namespace, child: str, values: Json) -> None:
-    """Writes what a child has measured."""
+    """Writes what a child has measured to its `result_path`."""
     record = {"subject": subject_of(options), **values}
     result_path(options, child).write_text(json.dumps(record), encoding="utf-8")
 
 
 def read_result(options: argparse.Namespace, child: str) -> Json:
-    """What a child has measured of this subject; empty if it has not."""
+    """What a child has measured of this subject; empty if it has not measured it."""
     record = read_json(result_path(options, child))
     return record if record.get("subject") == subject_of(options) else {}
