@@ -18,8 +18,8 @@ Ctrl-C, SIGTERM or a lost terminal (during training after a checkpoint was saved
 and the trainer do not agree (the train/inference mismatch check), 4 vLLM failed (the same command continues from the
 last checkpoint), 1 anything else.
 
-What is simplified: a whole model on every GPU; one optimizer step per rollout, so the policy ratio is 1 until the first
-update of a step and clipping never acts; no reward model, only functions (rewards.py).
+What is simplified: a whole model on every GPU; by default one optimizer step per rollout, so the policy ratio is 1 and
+clipping never acts (STEPS_PER_GENERATION); no reward model, only functions (rewards.py).
 """
 
 from __future__ import annotations
