@@ -19,7 +19,7 @@ CURRENT = [page for page in PAGES if page.name not in ("tried.md", "CHANGELOG.md
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 # Variables of other programs that the pages mention, constants, and names of the original script.
 NOT_SETTINGS = {
-    "EPOCHS", "FLASH_ATTN_CUDA_ARCHS", "GLOO_SOCKET_IFNAME", "GRADIENT_ACCUMULATION_STEPS", "HF_ENDPOINT", "HF_HOME",
+    "CURVES", "KERNELS", "RESUME_FILES", "TRACKERS", "EPOCHS", "FLASH_ATTN_CUDA_ARCHS", "GLOO_SOCKET_IFNAME", "GRADIENT_ACCUMULATION_STEPS", "HF_ENDPOINT", "HF_HOME",
     "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "LD_LIBRARY_PATH", "MATRIX_GAIN", "MAX_JOBS", "NCCL_SOCKET_IFNAME",
     "OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", "TRAIN_BATCH_SIZE", "VENV", "VERL_SOURCE", "WANDB_PROJECT",
 }  # fmt: skip

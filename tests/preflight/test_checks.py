@@ -251,11 +251,19 @@ def test_everything_at_once_exits_2_and_writes_nothing(tiny, tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
     done = run_script(
         cwd=tmp_path, MODEL_ID=tmp_path / "model", DATA="bad.csv,none.csv", EVAL_DATA="~nobody-here/x.csv",
-        REPORT_TO="mlflow", NUM_GENERATIONS=10**18, SEED="1" * 5000, REWARDS="my_exit:score", LEARNING_RATES="\udcff",
+        REPORT_TO="oddity", NUM_GENERATIONS=10**18, SEED="1" * 5000, REWARDS="my_exit:score", LEARNING_RATES="\udcff",
         GENERATION_BATCH=7, WARMUP_STEPS="x", OUTPUT_DIR="run",
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    named = ("tokenizer.json fails", "~nobody-here", "NUM_GENERATIONS", "SEED: ", "my_exit:score", "none.csv", "mlflow")
+    named = (
+        "tokenizer.json fails",
+        "~nobody-here",
+        "NUM_GENERATIONS",
+        "SEED: ",
+        "my_exit:score",
+        "none.csv",
+        "oddity",
+    )
     for words in (*named, "column reward_action_0: 'a'", "GENERATION_BATCH: 7", "WARMUP_STEPS: 'x'", "LEARNING_RATES"):
         assert words in done.stderr, words
     assert "11 problems" in done.stderr
