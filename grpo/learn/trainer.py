@@ -272,7 +272,7 @@ class Trainer(Learner):
         self, function: Callable[Arguments, Result], *arguments: Arguments.args, **options: Arguments.kwargs
     ) -> Result | None:
         """Calls a function on rank 0 alone. It may call `generate_answers`, in which all ranks take part. Returns the
-        function's result on rank 0, None on the others."""
+        function's result on rank 0, None on the others. If it raises, rank 0 must end, as the others wait for it."""
         if self.run.ranks.rank:
             self.serve_rank0()
             return None

@@ -94,7 +94,7 @@ TIED = REAL_CONFIG | {"tie_word_embeddings": True}
 SHARED = [  # Capability, whether vLLM generates, ROLLOUT_SYNC, config.json, and a word of the problem.
     (9.0, True, "merge", REAL_CONFIG, ""), (8.9, True, "merge", REAL_CONFIG, "8.9"),
     (10.0, True, "merge", REAL_CONFIG, "10.0"), (9.0, True, "lora", REAL_CONFIG, "ROLLOUT_SYNC"),
-    (9.0, False, "merge", REAL_CONFIG, "vLLM"), (9.0, True, "merge", TIED, "no output head"),
+    (9.0, False, "merge", REAL_CONFIG, "vLLM"), (9.0, True, "merge", TIED, "output head"),
 ]  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def test_memory():
     # On a Hopper card, which can share the weights, nothing of them goes to the host.
     for capability, way_on in ((0.0, "or set USE_VLLM=0"), (9.0, "or set EXPERTS=shared")):
         problem = only(memory_problems(dataclasses.replace(H100, ram_free=12.0, capability=capability), True))
-        assert problem.startswith("memory: the sleeping engine keeps") and "12.0 GiB are free" in problem
+        assert problem.startswith("memory: the sleeping engine needs") and "12.0 GiB are free" in problem
         assert problem.endswith(way_on)
 
 
