@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from grpo.data.files import INSTRUCTING, Row, data_fingerprint, find_files, read_rows
 from grpo.data.formats import is_dataset
 from grpo.settings import ROOT, Problems, Settings, split_commas
+from grpo.settings_table import TASK_FILES
 
-# Training files that come with the project -> the held-out files that belong to them.
-HELDOUT_OF_DEMO = {
-    "data/tes_train.csv": "data/tes_heldout.csv",
-    "data/tes_train_compact.csv": "data/tes_heldout_compact.csv",
-    "data/gsm8k_train.jsonl": "data/gsm8k_heldout.jsonl",
+# Training files of the tasks that come with the project -> the held-out files that belong to them.
+HELDOUT_OF_DEMO: dict[str, str] = {
+    train: heldout for task in TASK_FILES.values() for train, heldout in task.get("heldout", {}).items()
 }
 DATE_COLUMNS = {"timestamp", "datetime", "date", "day", "time", "日時", "日付"}
 DATE = re.compile(r"\s*([0-9]{4})[-/]([0-9]{1,2})[-/]([0-9]{1,2})(?![0-9])")

@@ -54,7 +54,7 @@ class RewardError(RuntimeError):
 
 def load_reward(name: str) -> Callable[..., Any]:
     """The reward function `name` of rewards.py, or `module:function` from an installed package or else from the current
-    folder. Raises ValueError if there is none."""
+    folder. Raises ValueError if it cannot be loaded."""
     module, colon, function = name.partition(":")
     if not colon:
         if name in rewards.REWARD_FUNCTIONS:
@@ -137,8 +137,8 @@ def read_completions(
 
 
 def validate_rewards(name: str, values: Any, count: int) -> list[float | None]:
-    """The `values` that function `name` returned for `count` completions, as a list. Raises RewardError for no
-    rewards."""
+    """The `values` that function `name` returned, as a list. Raises RewardError unless they are `count` rewards, each
+    None, NaN or a number."""
     returned = f"REWARDS: {name} returned"
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence):
@@ -234,8 +234,8 @@ def score(
     log_extra: Callable[..., None] = log_nothing,
     log_metric: Callable[..., None] = log_nothing,
 ) -> list[list[float]]:
-    """Call each function once, with TRL's arguments. Returns the rewards by completion and function (N, F), NaN for
-    None.
+    """Calls each function once. Returns the rewards by completion and function (N, F), NaN for None. Raises
+    RewardError.
 
     `ids` are the completions' tokens. `columns` are the names of all columns; for one that a row lacks, functions get
     None.

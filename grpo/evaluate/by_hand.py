@@ -114,7 +114,7 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     }
     shown = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
     print(f"{s.MODEL_ID}, {len(rows)} rows, rewards {shown}", flush=True)
-    print(f"{'exact' if exact else 'sampled'} at {s.EVAL_TEMPERATURE:g}, {how}; {engine}", flush=True)
+    print(f"{'exact' if exact else 'sampled'} at temperature {s.EVAL_TEMPERATURE:g}, {how}; {engine}", flush=True)
     prompts = [row.prompt for row in rows for _ in range(s.EVAL_SAMPLES)]
     model = start_model(s, files, options.run, machine, use_vllm, prompts)
     functions = load_rewards(specs, s)

@@ -92,7 +92,7 @@ def draw_phases(axes: Axes, metrics: pandas.DataFrame) -> None:
 
 
 def pictures(run: Run) -> list[tuple[str, str, str]]:
-    """The pictures for which the run has values in at least two steps."""
+    """(title, caption, PNG in base64) of each picture for which the run has values in at least two steps."""
     values = run.metrics.set_index("step").drop(columns=list(EVALUATED))
     drawn, values = [], values.join(run.evaluated_steps(), how="outer")
     known = {name: finite_number(run.evaluation.get(name)) for name in REFERENCES}

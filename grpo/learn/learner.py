@@ -155,7 +155,7 @@ class Learner(GRPOTrainer):
         self, base: PreTrainedModel, batch: Batch, answers: StepRewards
     ) -> tuple[Batch, Tensor, Tensor]:
         """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)). With the latter two, the caller adds
-        the term -slope * (V - mean) of each completion to the loss.
+        -slope * (V - mean) of each completion to the loss, V from `expected_rewards`. All ranks must call it.
 
         The probabilities are those of the policy that learns, also in the later steps of a rollout. V is what a prefix
         is worth where this policy answers, which is known exactly: the rollout's own probabilities would credit the
@@ -206,8 +206,8 @@ class Learner(GRPOTrainer):
         return logps.view(-1, actions).exp()
 
     def token_weights(self, batch: Batch) -> Tensor:
-        """The weight (B, C) that LOSS_TYPE gives each token of `batch`: the slope of Liger's loss by its log-prob at an
-        advantage of 1."""
+        """The weight (B, C) that LOSS_TYPE gives each token of `batch`: minus the slope of Liger's loss by its log-prob
+        at an advantage of 1."""
         mask = batch["completion_mask"]
         logps = torch.zeros(mask.shape, device=mask.device, requires_grad=True)
         advantage_of_1 = {"completion_mask": mask, "advantages": torch.ones(len(mask), device=mask.device)}
@@ -277,8 +277,7 @@ class Learner(GRPOTrainer):
         return logps, None, None
 
     def record_learning(self, batch: Batch, logps: Tensor, ratios: Tensor, sums: Mapping[str, float]) -> None:
-        """Logs the step's means under TRL's names, and how far the engine's log-probs are from the trainer's `logps`
-        (B, C)."""
+        """Logs `sums`, the step's means by TRL's names, and how far the engine's log-probs are from `logps` (B, C)."""
         metrics, mask = self._metrics["train"], batch["completion_mask"].bool()
         for name, value in sums.items():
             metrics[name].append(value)

@@ -285,7 +285,7 @@ class Trainer(Learner):
         self, function: Callable[Arguments, Result], *arguments: Arguments.args, **options: Arguments.kwargs
     ) -> Result | None:
         """Calls a function on rank 0 alone. It may call `generate_answers`, in which all ranks take part. Returns the
-        function's result on rank 0, None on the others."""
+        function's result on rank 0, None on the others. If it raises, rank 0 must end, as the others wait for it."""
         if self.run.ranks.rank:
             self.serve_rank0()
             return None
@@ -416,9 +416,10 @@ class Trainer(Learner):
         the figures that are measured every EVAL_STEPS steps."""
         if is_step := "loss" in logs and self.model.training:
             row, rolled_out = self.timer.figures(), self.timer.parts["rollout"] > 0
-            engine = self.run.engine if rolled_out else None
+            engine = self.run.engine
             for name in ("wake", "handover", "sleep"):
-                row[f"{name}_s"] = engine.seconds[name] if engine else None
+                seconds = engine.seconds[name] if engine and rolled_out else 0.0
+                row[f"{name}_s"] = seconds if engine else None
             row["sync_share"] = engine.sync_share[0] if engine and engine.sync_share else None
             has_speed = rolled_out and not self.run.settings.DIRECT_ANSWERS
             row["rollout_tokens_per_s"] = self.rollout_tokens / self.timer.parts["rollout"] if has_speed else None

@@ -92,7 +92,7 @@ def train_on_days(options: argparse.Namespace) -> int:
     settings = write_data(train, heldout, options.out / "data", "compact" if options.model == "tiny" else "full")
     settings |= {"MODEL_ID": options.model, "OUTPUT_DIR": str(options.out / "run")}
     count = window_count(heldout)
-    few = f" (fewer than {LEAST_WINDOWS}: no interval)" if count < LEAST_WINDOWS else ""
+    few = f" (fewer than {LEAST_WINDOWS}: no confidence interval)" if count < LEAST_WINDOWS else ""
     names, held_names = (", ".join(path.stem for path in side) for side in (train, heldout))
     print(f"train on {names}; held out {held_names}: {count} window(s){few}", flush=True)
     return run_child([sys.executable, str(TRAIN_SCRIPT)], settings)

@@ -44,7 +44,7 @@ SMALL_RUN = """REWARDS=regret EVAL_SAMPLES=2 SEED=1 USE_VLLM=0 PROMPTS_PER_STEP=
 CPU_RUN = SMALL_RUN + " EVAL_SAMPLES=8 PROMPTS_PER_STEP=16 TOTAL_STEPS=400 LR_SCHEDULER=linear SAVE_STEPS=100"
 SCALES = {
     "mid": Scale(MID_RECIPE, train_windows=400, heldout_windows=32, settings=split_settings(MID_RUN)),
-    # The same proof with the toy model and compact prompts: on one CPU core, and in seconds for the tests.
+    # With the toy model and compact prompts: `cpu` on one CPU core, `small` in seconds for the tests.
     "cpu": Scale(replace(TINY_RECIPE, steps=1500), 60, 32, split_settings(CPU_RUN)),
     "small": Scale(replace(TINY_RECIPE, windows=20, probe_windows=4, steps=60), 10, 4, split_settings(SMALL_RUN)),
 }

@@ -137,7 +137,8 @@ class RunWatch:
     def values(self, folder: Path) -> Json:
         """The figures of the run's files, its plan and its weights once it has ended."""
         run, policy, steps = self.trainer.run, policy_of(self.trainer), steps_of(folder)
-        later = steps[1:] if len(steps) > 1 else steps
+        first = run.settings.steps_per_rollout  # Whole rollouts are averaged.
+        later = steps[first:] if len(steps) > first else steps
         values: Json = {name: later[name].mean() for name in COLUMNS}
         values["rollout_tok_s"] = values["generate_tok_s"] = later.rollout_tokens_per_s.mean()
         values |= {"sync_share": steps.sync_share.iloc[-1], "startup_s": self.startup_s}
@@ -167,7 +168,8 @@ class RunWatch:
             values["size"] = f"DIRECT_ANSWERS, {s.PROMPTS_PER_STEP} prompts, EXPERTS={s.EXPERTS}"
             values["rollout_note"] = "; rollout_s is the pass that chooses the answers"
             values["rows_per_minute"] = 60 * s.PROMPTS_PER_STEP / values["step_s"]
-        values["averaged"] = "mean without the first step" if len(steps) > 1 else "the first step"
+        left_out = "mean without the first step" if first == 1 else "mean without the first rollout's steps"
+        values["averaged"] = left_out if len(later) < len(steps) else "the first step"
         return {name: value for name, value in values.items() if value == value}  # A figure that the run lacks is NaN.
 
 

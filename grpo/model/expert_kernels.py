@@ -191,9 +191,9 @@ def dequantized_tile(bits, power, like, COLUMNS: tl.constexpr, GROUPS: tl.conste
 def packed_product(
     even, odd, blocks, scales, offs, out, width, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """The products of an expert's rows with its packed weights, which are dequantized tile by tile. `even` and `odd`
-    (rows, depth / 2) are the even and odd columns of the rows, as a byte holds an even and an odd weight; `out` is
-    (rows, width)."""
+    """The products of each expert's rows, which end at `offs`, with its packed weights, dequantized tile by tile. The
+    grid is (tiles of `width`, experts). `even` and `odd` (rows, depth / 2) are the even and odd columns of the rows, as
+    a byte holds an even and an odd weight; `out` is (rows, width)."""
     expert = tl.program_id(1)
     begin = tl.load(offs + expert - 1, expert > 0, 0)
     end = tl.load(offs + expert)

@@ -158,8 +158,8 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
 
 
 def in_compute_dtype(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in the dtype in which it computes: BF16 on a GPU; on a CPU float32 with the same values, because many
-    CPUs only emulate BF16, which is several times slower."""
+    """A BF16 model, unchanged on a GPU; on a CPU cast in place to float32 with the same values, because many CPUs only
+    emulate BF16, which is several times slower."""
     return model.float() if model.device.type == "cpu" else model
 
 

@@ -284,7 +284,7 @@ class WarmUp:
         return loss, self.probe(functional.rms_norm(state, state.shape[-1:]))
 
     def train_until(self, end: float, lr: float, log: Log) -> None:
-        """Train until `progress` is `end`; `lr` decays as a cosine. Raises ModelError if the loss is not finite."""
+        """Train until `progress` is `end`; `lr` decays to 5%. Raises ModelError if a logged loss is not finite."""
         trained = [p for p in (*self.model.parameters(), *self.probe.parameters()) if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         first_step, begin, logged = self.step, self.progress, self.elapsed

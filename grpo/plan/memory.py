@@ -125,12 +125,12 @@ class PlanInputs:
 def unshared_reason(sync: str | None, config: ModelConfig | None, machine: Machine) -> str:
     """Why the learner cannot read vLLM's weights (EXPERTS=shared); '' if it can."""
     if sync == "lora":
-        return "with ROLLOUT_SYNC=lora vLLM keeps its experts for other kernels"
+        return "with ROLLOUT_SYNC=lora vLLM lays its experts out for other kernels"
     if not 9 <= machine.capability < 10:
         card = f"{machine.gpu} has {machine.capability}"
-        return f"the learner reads them as on Hopper cards (capability 9.0), {card}"
+        return f"shared needs a Hopper card (capability 9.0), {card}"
     if config and config.get("tie_word_embeddings"):
-        return "vLLM has no output head where it is tied to the embeddings"
+        return "shared needs an output head that is not tied to the embeddings"
     return ""
 
 
@@ -355,7 +355,7 @@ def host_shortfall(plan: Plan, machine: Machine) -> str:
     engine = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
     if plan.paged:
         engine += ", with paged weights,"
-    return f"{engine} keeps {plan.on_host:.1f} GiB in host memory, {machine.ram_free:.1f} GiB are free"
+    return f"{engine} needs {plan.on_host + 2:.1f} GiB of host memory, {machine.ram_free:.1f} GiB are free"
 
 
 def without_vllm(settings: Settings) -> Changes:

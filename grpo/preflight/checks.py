@@ -194,7 +194,7 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
     download = 0.0 if is_local else hub.checkpoint_gib(files.config) - hub.downloaded_gib(files)
     for name, path, need, purpose in (
         ("OUTPUT_DIR", Path(settings.OUTPUT_DIR), output, "checkpoints, logs and the zip"),
-        (cache, home, download if download > 0.2 else 0.0, "the checkpoint's download"),
+        (cache, home, download if download > 0.2 else 0.0, "the files of the checkpoint"),
         ("HOME", Path.home(), 0.05, "the caches of PyTorch, Triton and the Hub's library"),
     ):
         if need and not os.access(existing_parent(path), os.W_OK):

@@ -238,8 +238,9 @@ class Engine:
         temperature: float | None = None,
     ) -> Generated:
         """One completion for each row, in order; a prompt is repeated for each of its completions. Returns token ids,
-        the stop token included, and the log-prob of each token after temperature. If a `temperature` is passed (0:
-        greedy) there are no log-probs, because they would describe another distribution than TEMPERATURE's. `seed` is
+        the stop token included, and the log-prob of each token after temperature (None for NaN). If a `temperature` is
+        passed (0: greedy) the log-probs are [], as they would not be TEMPERATURE's. Raises EngineError, after which the
+        engine cannot be used. `seed` is
         for torch's global generator, from which vLLM draws: a generator for each request would cost a kernel per
         sequence and token."""
         s, is_rollout = self.settings, temperature is None
@@ -291,7 +292,7 @@ class Engine:
     def rollout(
         self, policy: Module, prompt_ids: TokenRows, seed: int, active: bool = True, temperature: float | None = None
     ) -> Generated:
-        """Wakes, syncs the weights, generates and sleeps. Returns what `generate` does."""
+        """Wakes, syncs the weights (of the base model if not `active`), sleeps again; returns what `generate` does."""
         self.wake()
         self.sync_weights(policy, active, seed)
         completions = self.generate(prompt_ids, seed, temperature=temperature)

@@ -14,7 +14,7 @@ def pinned_buffer(size: int) -> torch.Tensor:
     """(`size`,) bytes of pinned host memory. torch's own allocator would round the size up to a power of two. Raises
     RuntimeError if the memory cannot be pinned."""
     pages = -(-size // PAGESIZE) * PAGESIZE
-    buffer = torch.zeros(pages + PAGESIZE, dtype=torch.uint8)  # All cores touch the pages before they are pinned.
+    buffer = torch.zeros(pages + PAGESIZE, dtype=torch.uint8)  # All cores touch the pages here; pinning would use one.
     # Only whole pages can be pinned, and below 32 MiB malloc lets two buffers share a page.
     whole = buffer[-buffer.data_ptr() % PAGESIZE :][:pages]
     torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), pages, 0)))

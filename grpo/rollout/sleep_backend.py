@@ -41,7 +41,9 @@ class KeepBackend(CuMemBackend):
         self.kept: dict[int, torch.Tensor] = {}  # address on the GPU -> bytes in host memory
 
     def suspend(self, level: int = 1) -> None:
-        """Puts vLLM to sleep as at level 1, whatever `level` is; the engine asks for no other."""
+        """Puts vLLM to sleep as at level 1. Raises ValueError for another `level`, which has no code here."""
+        if level != 1:
+            raise ValueError(f"this backend sleeps at level 1 only, not at {level}")
         self._state = "SUSPENDED"
         for pointer, data in get_mem_allocator_instance().pointer_to_data.items():
             if data.tag == LENT:

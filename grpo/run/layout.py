@@ -42,7 +42,7 @@ RUN_FILES = re.compile(
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest folder above `path` (or itself) that exists."""
+    """The nearest path above `path` (or itself) that exists."""
     path = path.expanduser().absolute()
     return next(parent for parent in (path, *path.parents) if parent.exists())
 

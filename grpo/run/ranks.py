@@ -64,7 +64,7 @@ def has_ended(pid: int) -> bool:
 
 @dataclass
 class Ranks:
-    """The processes of a run, each with a GPU; rank 0 writes and decides. A process that runs alone is one of them."""
+    """This process among those of a run, one a GPU; rank 0 writes and decides. A run of one process is rank 0 of 1."""
 
     rank: int = 0
     size: int = 1

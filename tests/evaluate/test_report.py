@@ -20,6 +20,7 @@ from grpo.evaluate.page import write_report
 from grpo.evaluate.pictures import CURVES
 from grpo.evaluate.run_data import read_examples, read_metrics, read_run
 from grpo.evaluate.tables import evaluation_table
+from grpo.run.logs import EVALUATED
 from grpo.settings import Problems
 
 
@@ -32,7 +33,7 @@ def completion_row(step: int, text: str = "[1]", **cells: object) -> dict[str, o
 def full(tmp_path_factory) -> Path:
     """A complete GPU run with everything there is, and its report."""
     metrics = [metrics_row(step, **GPU) for step in range(1, 31)]
-    metrics[9] |= {"heldout_reward": 0.5, "plant_regret": 9.0, "plant_unserved_kwh": 2.0}
+    metrics[9] |= dict.fromkeys(EVALUATED, 2.0) | {"heldout_reward": 0.5, "plant_regret": 9.0}
     samples = [
         completion_row(1, "\u51b7\u623f \x1b[31m\nline\u202eback <|message|>[1]<|return|>", reward=0.9),
         completion_row(4, "long " * 200_000, parsed_action="", reward=0, prompt_id="days:4", truncated=1),
@@ -159,7 +160,8 @@ def test_examples_show_their_prompt_where_it_is_known(tmp_path):
 def test_evaluated_steps_lie_between_the_base_model_and_the_trained_one(full, tmp_path):
     steps = read_run(full).evaluated_steps()
     assert steps.index.tolist() == [0, 10, 30]
-    assert steps.to_numpy().tolist() == [[0.4, 20, 0], [0.5, 9, 2], [0.6, 19, 7]]
+    figures = steps[["heldout_reward", "plant_regret", "plant_unserved_kwh"]]
+    assert figures.to_numpy().tolist() == [[0.4, 20, 0], [0.5, 9, 2], [0.6, 19, 7]]
     metrics = [metrics_row(1, heldout_reward=0.5)]  # The run ended at an evaluated step.
     assert read_run(write_run(tmp_path / "run", metrics)).evaluated_steps()["heldout_reward"].tolist() == [0.5]
 

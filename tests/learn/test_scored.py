@@ -61,8 +61,12 @@ def test_vllms_log_probs_are_the_old_ones(tiny, tmp_path):
     """They are not computed a second time, but those of the reference are. Each step has its own prompts, whole groups,
     and half of the tokens that the rollout counts."""
     trainer = plain_float32(make(tiny, tmp_path, BETA=0.1, TOTAL_STEPS=5, **SHARED))
-    trainer.run.engine = SimpleNamespace(seconds=dict.fromkeys(("wake", "handover", "sleep"), 1.0), sync_share=None)
-    trainer._generate_single_turn = lambda *arguments: step_of(trainer, 8)
+    trainer.run.engine = SimpleNamespace(
+        rollout=lambda policy, prompt_ids, *arguments: step_of(trainer, len(prompt_ids)),
+        seconds=dict.fromkeys(("wake", "handover", "sleep"), 1.0),
+        sync_share=None,
+        used_gib=0.0,
+    )
     trainer.args.save_strategy, seen = "no", []
     trainer.learn = lambda model, part, answers=None: seen.append(part) or Learner.learn(trainer, model, part, answers)
     compute, computed = trainer._get_per_token_logps_and_entropies, []
@@ -80,6 +84,7 @@ def test_vllms_log_probs_are_the_old_ones(tiny, tmp_path):
     assert 2 * seen[0]["num_items_in_batch"] == sum(part["completion_mask"].sum() for part in seen[:2])
     prompts = seen[0]["prompt_ids"]
     assert torch.equal(prompts[0], prompts[1]) and not torch.equal(prompts[0], prompts[2])
+    assert [row["wake_s"] for row in read_csv(tmp_path / "metrics.csv")] == ["1", "0", "0", "0", "1"]
 
 
 def test_old_log_probs_know_no_dropout(tiny, tmp_path):

@@ -98,7 +98,7 @@ def test_two_steps_on_real_files_of_days(tmp_path, capfd, monkeypatch):
     words = [str(folder), "--files", "[ab].csv", "--out", str(out), "--model", "tiny"]
     assert script.main(words) == 0
     shown = capfd.readouterr().out
-    assert "train on a; held out b: 1 window(s) (fewer than 3: no interval)" in shown
+    assert "train on a; held out b: 1 window(s) (fewer than 3: no confidence interval)" in shown
     assert "charge when clean" in shown and (out / "run/report.html").is_file()
     # The plant was run on the days held out, and on nothing else.
     (window,) = json.loads((out / "run/closed_loop.json").read_text())["windows"]

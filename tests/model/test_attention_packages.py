@@ -39,6 +39,7 @@ STAND_INS = {
             deterministic=False""",
     }),
 }  # fmt: skip
+assert STAND_INS.keys() == FLASH_PACKAGES.keys()
 TORCH = "_flash_attention_forward", "_flash_attention_backward"
 TORCHS_NAMES = {  # and those of the packages
     "query": "q", "key": "k", "value": "v", "grad_out": "dout", "logsumexp": "softmax_lse", "cum_seq_q": "cu_seqlens_q",

@@ -57,6 +57,6 @@ def test_attention_needs_its_package():
 
 def test_trackers_are_known_and_installed(monkeypatch):
     monkeypatch.setattr("grpo.plan.machine.installed_versions", lambda names: dict.fromkeys(names))
-    for trackers, words in (("mlflow", "is unknown"), ("tensorboard, none", "is not installed")):
+    for trackers, words in (("oddity", "is unknown"), ("tensorboard, none", "is not installed")):
         machine.check_trackers(Settings(REPORT_TO=trackers), problems := Problems())
         assert words in only(problems)

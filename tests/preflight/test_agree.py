@@ -60,7 +60,7 @@ def test_host_memory_is_shared():
         return problems
 
     problem = only(problems(TWO, 25.0))
-    assert "each of 2 sleeping engines keeps 13.8 GiB in host memory, 25.0 GiB are free. Free some" in problem
+    assert "each of 2 sleeping engines needs 15.8 GiB of host memory, 25.0 GiB are free. Free some" in problem
     assert not problems(TWO, 25.0, EXPERTS="shared") and not problems(H100, 25.0)
     problem = only(problems(TWO, 50.0, EXPERTS="paged"))
     assert problem.endswith("or start fewer processes, or set EXPERTS=bf16"), "which fits, and is faster than no vLLM"

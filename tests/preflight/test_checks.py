@@ -98,7 +98,7 @@ TIED = REAL_CONFIG | {"tie_word_embeddings": True}
 SHARED = [  # Capability, whether vLLM generates, ROLLOUT_SYNC, config.json, and a word of the problem.
     (9.0, True, "merge", REAL_CONFIG, ""), (8.9, True, "merge", REAL_CONFIG, "8.9"),
     (10.0, True, "merge", REAL_CONFIG, "10.0"), (9.0, True, "lora", REAL_CONFIG, "ROLLOUT_SYNC"),
-    (9.0, False, "merge", REAL_CONFIG, "vLLM"), (9.0, True, "merge", TIED, "no output head"),
+    (9.0, False, "merge", REAL_CONFIG, "vLLM"), (9.0, True, "merge", TIED, "output head"),
 ]  # fmt: skip
 
 
@@ -169,6 +169,8 @@ def test_steps_of_so_many_epochs(epochs, rows, prompts, steps):
     settings = Settings(NUM_TRAIN_EPOCHS=epochs, PROMPTS_PER_STEP=prompts)
     chosen, reason = resolve.resolve_steps(settings, {"TOTAL_STEPS": "default"}, rows, Problems())
     assert chosen == steps and ("NUM_TRAIN_EPOCHS" in reason) is (epochs is not None and rows > 0)
+    twice = dataclasses.replace(settings, NUM_ITERATIONS=2, PROMPTS_PER_STEP=2 * prompts)
+    assert resolve.resolve_steps(twice, {"TOTAL_STEPS": "default"}, rows, Problems())[0] == steps
 
 
 def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
@@ -204,7 +206,7 @@ def test_memory():
     # On a Hopper card, which can share the weights, nothing of them goes to the host.
     for capability, way_on in ((0.0, "or set USE_VLLM=0"), (9.0, "or set EXPERTS=shared")):
         problem = only(memory_problems(dataclasses.replace(H100, ram_free=12.0, capability=capability), True))
-        assert problem.startswith("memory: the sleeping engine keeps") and "12.0 GiB are free" in problem
+        assert problem.startswith("memory: the sleeping engine needs") and "12.0 GiB are free" in problem
         assert problem.endswith(way_on)
 
 
@@ -255,11 +257,19 @@ def test_everything_at_once_exits_2_and_writes_nothing(tiny, tmp_path):
     before = sorted(path.name for path in tmp_path.iterdir())
     done = run_script(
         cwd=tmp_path, MODEL_ID=tmp_path / "model", DATA="bad.csv,none.csv", EVAL_DATA="~nobody-here/x.csv",
-        REPORT_TO="mlflow", NUM_GENERATIONS=10**18, SEED="1" * 5000, REWARDS="my_exit:score", LEARNING_RATES="\udcff",
+        REPORT_TO="oddity", NUM_GENERATIONS=10**18, SEED="1" * 5000, REWARDS="my_exit:score", LEARNING_RATES="\udcff",
         GENERATION_BATCH=7, WARMUP_STEPS="x", OUTPUT_DIR="run",
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    named = ("tokenizer.json fails", "~nobody-here", "NUM_GENERATIONS", "SEED: ", "my_exit:score", "none.csv", "mlflow")
+    named = (
+        "tokenizer.json fails",
+        "~nobody-here",
+        "NUM_GENERATIONS",
+        "SEED: ",
+        "my_exit:score",
+        "none.csv",
+        "oddity",
+    )
     for words in (*named, "column reward_action_0: 'a'", "GENERATION_BATCH: 7", "WARMUP_STEPS: 'x'", "LEARNING_RATES"):
         assert words in done.stderr, words
     assert "11 problems" in done.stderr

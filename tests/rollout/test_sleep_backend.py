@@ -112,6 +112,8 @@ def test_three_sleeps(asleep):
         gpu.copied.clear()
         gpu.buffers["qkv_proj"].fill_(value)
         before["qkv_proj"] = [value]
+    with pytest.raises(ValueError, match="level 1 only"):
+        backend.suspend(2)
     # What is kept is pinned in whole pages, and what CUDA returns is checked; the rest is pinned by torch.
     assert gpu.pinned == [KEEP, 5, 2 * KEEP, 5, *[KEEP - 1] * 3]
 

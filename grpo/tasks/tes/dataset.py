@@ -77,7 +77,7 @@ def decision_at(window: Window, t: int, energy_kwh: float, q: np.ndarray, prompt
 
 
 def short_hours(window: Window, rng: np.random.Generator, prompt: str) -> list[Decision]:
-    """Decisions with less stored energy than load: one for each decision hour of the day, on one of the three days.
+    """Decisions with less stored energy than load: one for each decision hour, each on a random one of the three days.
 
     The energies are random below the load, so hours without a load give none. On trajectories nearly all short hours
     are in the morning, and a policy trained on those empties the storage before the last load of the day.

@@ -130,8 +130,8 @@ def parse_datetime(text: str) -> datetime:
 
 
 def parse_number(text: str, kind: str, stamp: datetime | None) -> float:
-    """Reads a CO2 intensity or a load, `kind`, of the hour `stamp`. Raises ValueError, whose message names
-    the fault; a load outside the decision hours is one."""
+    """A number of `kind` co2 or load. Raises ValueError, whose message (`is ...`) follows the text; also for a load
+    outside the decision hours, if the hour `stamp` is given."""
     value = math.nan
     with contextlib.suppress(ValueError):
         value = float(text.replace("_", "?"))  # Python would read 1_0 as 10
@@ -215,7 +215,7 @@ def day_problems(stamps: Collection[datetime]) -> list[str]:
 
 
 def profile_csv(profiles: Sequence[Profile]) -> str:
-    """Writes profiles as one CSV, the way `read_profile` reads it back."""
+    """The text of a CSV for `read_profile`, rounded to 3 and 1 decimals; no value may be NaN."""
     days = (day for p in profiles for day in zip(p.dates, p.co2, p.load_kw, strict=True))
     rows = [
         (datetime.combine(day, time(hour)), f"{co2[hour]:.3f}", f"{load[hour]:.1f}")
