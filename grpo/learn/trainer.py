@@ -27,7 +27,7 @@ from grpo.learn.context import RunContext
 from grpo.learn.distributed import ROLLOUT, sync_stop_signal
 from grpo.learn.expected_reward import AnswerRewards, StepRewards, action_tokens
 from grpo.learn.learner import Batch, Learner
-from grpo.learn.scored import ScoredRollout
+from grpo.learn.scored_rollout import ScoredRollout
 from grpo.learn.timer import StepTimerCallback
 from grpo.model.attention import using_attention
 from grpo.model.expert_lora import experts_wrapped
@@ -88,8 +88,8 @@ class Trainer(Learner):
         weights = config.reward_weights or [1.0] * len(rewards)  # The default is TRL's.
         self.run_log: RunLog | None = None  # Only rank 0 writes logs.
         if not run.ranks.rank:
-            steps, shared, direct = (s.TOTAL_STEPS, s.EVAL_STEPS), s.steps_per_rollout, s.DIRECT_ANSWERS
-            self.run_log = RunLog(run.folder, *steps, names, s.LOG_PROMPTS, direct, shared)
+            steps = s.TOTAL_STEPS, s.EVAL_STEPS
+            self.run_log = RunLog(run.folder, *steps, names, s.LOG_PROMPTS, s.DIRECT_ANSWERS, s.steps_per_rollout)
         self.columns = column_names(run.rows)  # Reward functions get them with every row.
         self.rollout_tokens = 0  # Tokens of the last rollout.
         self.lookup: RewardLookup | None = None  # None without EXPECTED_REWARD.
@@ -395,8 +395,9 @@ class Trainer(Learner):
         return ScoredRollout(batch, self.step_rewards, metrics, self.run_log.rates if self.run_log else {})
 
     def repeat_figures(self, rollout: ScoredRollout) -> None:
-        """Logs what is known of a `rollout` for another step that learns from it, which a resumed run may have read
-        from its checkpoint. The noise of LORA_DROPOUT does not depend on what was evaluated in between either."""
+        """Logs the figures of a `rollout` again, for another step that learns from it. A resumed run has read them from
+        its checkpoint."""
+        # LORA_DROPOUT draws the same noise whether or not an evaluation came in between.
         torch.manual_seed(sampling_seed(self.run.settings.SEED, self.state.global_step, "train") + self.run.ranks.rank)
         for name, value in rollout.metrics.items():
             self._metrics["train"][name].append(value)

@@ -65,7 +65,9 @@ def check_batches(settings: Settings, ranks: int, problems: Problems) -> None:
     prompts, total, chunk = settings.PROMPTS_PER_STEP, settings.completions_per_rollout, settings.GENERATION_BATCH
     if chunk and total % chunk and not settings.DIRECT_ANSWERS:
         near = min(memory.divisors(total), key=lambda n: abs(n - chunk))
-        names = ["STEPS_PER_GENERATION", "PROMPTS_PER_STEP", "NUM_GENERATIONS"][settings.STEPS_PER_GENERATION == 1 :]
+        names = ["PROMPTS_PER_STEP", "NUM_GENERATIONS"]
+        if settings.STEPS_PER_GENERATION > 1:
+            names.insert(0, "STEPS_PER_GENERATION")
         factors = " x ".join(str(getattr(settings, name)) for name in names)
         fault = f"{chunk} does not divide {' x '.join(names)} = {factors} = {total}"
         problems.add("GENERATION_BATCH", fault, f"The nearest that does is {near}")
