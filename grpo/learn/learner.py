@@ -136,8 +136,8 @@ class Learner(GRPOTrainer):
     def with_expected_rewards(
         self, base: PreTrainedModel, batch: Batch, answers: StepRewards
     ) -> tuple[Batch, Tensor, Tensor]:
-        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)). With the latter two, the caller adds
-        -slope * (V - mean) of each completion to the loss, V from `expected_rewards`. All ranks must call it."""
+        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)). The caller adds -slope * (V - mean) of
+        each completion to the loss, 0 where it is NaN; V is that of `expected_rewards`. All ranks must call it."""
         mask, group = batch["completion_mask"], self.run.settings.NUM_GENERATIONS
         if self.choice_probabilities is None:
             probabilities = self.probabilities_of_step(base, batch, answers)
