@@ -132,5 +132,5 @@ def test_what_sft_teaches_then():
     row = Row("d.csv", 1, (("user", "x"),), (0.1, 0.9), {})
     assert answer_of(row, direct=True) == "1]<|return|>"
     reasoned = Row("d.csv", 1, (("user", "x"),), (0.1, 0.9), {"answer": "<|channel|>analysis<|message|>So<|end|>"})
-    with pytest.raises(ValueError, match="the prompt ends with"):
+    with pytest.raises(ValueError, match="the prompt opens"):
         answer_of(reasoned, direct=True)
