@@ -48,7 +48,7 @@ def final_channel(text: str) -> str | None:
 
     In text with special tokens only these mark a channel, so that reasoning may mention a channel by name. In text
     whose special tokens were stripped, role and channel are glued together, and the answer follows the last
-    `assistantfinal`.
+    `assistantfinal`, or a `final` that begins the text.
 
     >>> final_channel("<|channel|>analysis<|message|>Is it [1]?<|end|><|start|>assistant<|channel|>final<|message|>[2]")
     '[2]'

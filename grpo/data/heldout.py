@@ -63,9 +63,10 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     on an hour knows something about the next hour, and several rows may share a prompt.
 
     Days or prompts are the groups. They are ordered by a hash of the day or prompt alone, and the first ones are held
-    out: all whose hash lies below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. Adding rows to DATA
-    never holds out a group that was trained on before, because a group can only move back in this order. At most
-    MOST_HELD_OUT held-out rows are evaluated, and none whose prompt is in a training row as well.
+    out: all whose hash lies below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. Below LEAST_GROUPS
+    groups none is held out; from there on, rows added to DATA hold out no group that was trained on before, because a
+    group can only move back in this order. At most MOST_HELD_OUT held-out rows are evaluated, and none whose prompt is
+    in a training row as well.
     """
     if not share:
         return Split(list(rows), [], "EVAL_SHARE=0: all rows of DATA are training rows")

@@ -33,7 +33,7 @@ def open_answer(prompt: str) -> str:
     Raises ValueError if the prompt opens another channel."""
     opened = opened_turn(prompt)
     if not ANSWER_BEFORE.startswith(opened):
-        raise ValueError(f"the prompt opens {opened[-80:]!r}, which {ANSWER_BEFORE!r} cannot follow")
+        raise ValueError(f"the prompt ends with {opened[-80:]!r}, which {ANSWER_BEFORE!r} does not begin with")
     return prompt + ANSWER_BEFORE.removeprefix(opened)
 
 

@@ -48,7 +48,7 @@ class Merged:
         self.elements = 0
 
     def stored(self, name: str) -> torch.Tensor:
-        """The tensor of the base checkpoint, unmerged."""
+        """The base checkpoint's own tensor, which must not be written to."""
         with safe_open(self.shard_of[name], "pt") as file:
             return file.get_tensor(name)
 

@@ -46,7 +46,8 @@ def results(run: Run, adapter: Path) -> str:
 
 
 def about_training(adapter: Path) -> str:
-    """Data, settings and results of the adapter's run as sections of a card; one sentence if its run is unknown."""
+    """Data, results and settings of the adapter's run as sections of a card; settings alone, or a sentence, if no more
+    is known."""
     folder = run_of(adapter)
     if folder is None:
         return "How it was trained is not recorded.\n"

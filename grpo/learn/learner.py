@@ -154,15 +154,13 @@ class Learner(GRPOTrainer):
     def with_expected_rewards(
         self, base: PreTrainedModel, batch: Batch, answers: StepRewards
     ) -> tuple[Batch, Tensor, Tensor]:
-        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)). With the latter two, the caller adds
-        -slope * (V - mean) of each completion to the loss, V from `expected_rewards`. All ranks must call it.
-
-        The probabilities are those of the policy that learns, also in the later steps of a rollout. V is what a prefix
-        is worth where this policy answers, which is known exactly: the rollout's own probabilities would credit the
-        prefix with answers that are no longer given. That an older policy drew the prefix is the matter of its tokens'
-        ratios. At the answer nothing was drawn, so V needs no ratio, and there is nothing to clip.
-        """
+        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)). The caller adds -slope * (V - mean) of
+        each completion to the loss, 0 where it is NaN; V is that of `expected_rewards`. All ranks must call it."""
         mask, group = batch["completion_mask"], self.run.settings.NUM_GENERATIONS
+        # The probabilities are the learning policy's, also in the later steps of a rollout. V is what a prefix
+        # is worth where this policy answers, which is known exactly: the rollout's own probabilities would credit the
+        # prefix with answers that are no longer given. That an older policy drew the prefix is the matter of its
+        # tokens' ratios. At the answer nothing was drawn, so V needs no ratio, and there is nothing to clip.
         if self.choice_probabilities is None:
             probabilities = self.probabilities_of_step(base, batch, answers)
         else:

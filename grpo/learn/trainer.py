@@ -438,7 +438,7 @@ class Trainer(Learner):
             self.run_log.write_step(self.state.global_step, row)
 
     def evaluation_figures(self) -> dict[str, float]:
-        """Columns of metrics.csv that are measured every EVAL_STEPS steps."""
+        """Measures the columns of metrics.csv that EVAL_STEPS asks for; none if there is no `measure`."""
         if not self.measure:
             return {}
         started = time.perf_counter()

@@ -32,10 +32,10 @@ def sums_path(options: argparse.Namespace) -> Path:
 
 
 def many_child(options: argparse.Namespace) -> int:
-    """The entry point in one of torchrun's processes. Rank 0 writes size and time of the last of the largest sums
-    over all GPUs. After each sum a second one of the same size is timed, because the first includes waiting for slower
+    """Runs the entry point as one of torchrun's processes; returns its exit code. Rank 0 writes size and time of the
+    last of the largest sums over all GPUs, if there was one. A second, equal sum is timed: the first waits for slower
     GPUs."""
-    rank = os.environ["RANK"]  # The entry point removes torchrun's variables.
+    rank = os.environ["RANK"]  # Read here, as the entry point removes torchrun's variables.
     sums: list[tuple[int, float]] = []
 
     def sum_twice(sum_tensor: Function, ranks: Ranks, tensor: torch.Tensor) -> None:

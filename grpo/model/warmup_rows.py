@@ -137,7 +137,7 @@ class WarmupTensors:
         encodings = tokenizer.encode_batch([row.prompt for row in rows], add_special_tokens=False)
         ends = [answer(0, stated_numbers(row.prompt)) if reasons else self.answer for row in rows]
         if {len(end) for end in ends} != {len(self.answer)}:
-            raise ModelError("the tokenizer splits numbers below 1000 into several tokens: a chain needs o200k")
+            raise ModelError("the tokenizer splits numbers below 1000: a chain of thought needs the o200k one")
         ids = [
             torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in zip(encodings, ends, strict=True)
         ]

@@ -134,7 +134,7 @@ def memory_lines(plan: Plan, machine: Machine, direct: bool = False) -> Iterator
 
 
 def data_warnings(resolved: ResolvedRun) -> list[str]:
-    """Warnings if nothing is evaluated, and if held-out prompts are trained on."""
+    """Warnings if no row could be held out, and if held-out prompts are trained on."""
     warnings, rows, settings = [], resolved.rows, resolved.settings
     if rows and not resolved.eval_rows and settings.EVAL_SAMPLES and settings.EVAL_SHARE:
         warnings.append(

@@ -111,6 +111,6 @@ def keep_weights_asleep(llm: Any) -> None:
 
 
 def close_process_group() -> None:
-    """Closes vLLM's process group at the end of the process, because torch warns of an open one."""
+    """Closes vLLM's process group now; called when the process ends, because torch warns of an open one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

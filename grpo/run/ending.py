@@ -106,8 +106,8 @@ def handle_failure(
     micro_batch: int,
     write_files: Callable[[Path], object] | None,
 ) -> int:
-    """Logs why the run in `folder` ended and what to do next; returns the exit code. `write_files` writes the run's
-    report and zip; None on ranks other than 0."""
+    """Logs why the run in `folder` ended and what to do next; returns the exit code. `write_files` (None but on
+    rank 0) writes report and zip if memory ran out, or if the failure `is_zipped`."""
     ignore_signals()  # A signal may have come just before the caller ignored them.
     advice, code, is_zipped = continuation(folder, vars(settings)), 1, False
     torch = sys.modules.get("torch")  # If torch is not imported, this is no OutOfMemoryError.

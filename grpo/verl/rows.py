@@ -100,6 +100,6 @@ def write_data(data: VerlInput) -> None:
     for split, rows in (("train", data.rows), ("heldout", data.eval_rows or data.rows)):
         with whole_file(folder / f"{split}.parquet") as path:
             parquet.write_table(pyarrow.Table.from_pylist(to_records(split, rows, columns)), path)
-    # verl looks for a user's module of reward functions in the folder in which this command runs.
+    # A user's module of reward functions lies in this folder, to which verl's workers change.
     spec = {"rewards": data.reward_specs, "INVALID_REWARD": data.invalid_reward, "folder": os.getcwd()}
     write_text(folder / "rewards.json", json.dumps(spec))

@@ -118,7 +118,7 @@ def test_a_prompt_is_opened_up_to_the_bracket(end):
     opened = open_answer(f"<|start|>user<|message|>x<|end|>{START}{end}")
     assert opened.endswith(START + ANSWER_BEFORE) and opened.count(ANSWER_BEFORE) == 1
     assert open_answer(opened) == opened
-    with pytest.raises(ValueError, match="the prompt opens"):
+    with pytest.raises(ValueError, match="the prompt ends with"):
         open_answer(opened + "1")
 
 
@@ -126,7 +126,7 @@ def test_a_prompt_that_opens_another_channel_is_refused(direct_run, tmp_path):
     prompt = RENDERED.format("question") + "<|channel|>analysis<|message|>"
     path = write_csv(tmp_path / "odd.csv", HEADER, [[RENDERED.format("fine"), 0, 1], [prompt, 0, 1]])
     problem = only(direct_run(DATA=path, EVAL_SAMPLES=0).problems)
-    assert "odd.csv, row 2: the prompt opens '<|channel|>analysis<|message|>'" in problem
+    assert "odd.csv, row 2: the prompt ends with '<|channel|>analysis<|message|>'" in problem
 
 
 def test_what_sft_teaches_then():
