@@ -121,7 +121,7 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
     arguments = [str(saved_adapter), "--model", "tiny", "--data", "a.csv", "--rewards", "short_answers:short"]
     assert ev.main([*arguments, "--samples", "3", "--base-too", "--out", "x.json"]) == 0
     shown = capsys.readouterr().out
-    assert f"{engine}: " in shown and "sampled at 0.5, 3 answers a prompt" in shown
+    assert f"{engine}: " in shown and "sampled at temperature 0.5, 3 answers a prompt" in shown
     result = json.loads((tmp_path / "x.json").read_text())
     assert result["samples"] == 3 and result["data"] == ["a"] and "oracle" not in result
     for part in ("before", "before_greedy", "after", "after_greedy"):
