@@ -54,8 +54,9 @@ def test_an_interrupted_script_cleans_up_and_says_so(tmp_path, number):
     environ = CLEAN | {"PYTHONPATH": str(ROOT)}
     for times in ("once", "twice"):
         process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, times], env=environ, cwd=tmp_path, stdout=-1, stderr=-1, text=True
-        )
+            [sys.executable, "-c", SCRIPT, times], env=environ, cwd=tmp_path, stdout=-1, stderr=-1, text=True,
+            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # Under nohup SIGHUP is ignored.
+        )  # fmt: skip
         assert process.stdout.readline() == "working\n"
         process.send_signal(number)
         while times == "twice" and not (tmp_path / "cleaned").exists():
