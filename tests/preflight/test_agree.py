@@ -88,7 +88,7 @@ def checked(ranks, tmp_path, own):
     ],
 )
 def test_all_processes_have_the_same_input(tmp_path, other, message):
-    both = {"USE_VLLM": "0", "ATTN_IMPL": "eager", "EXPERTS": "bf16"}
-    first, second = in_ranks(2, checked, tmp_path, [both, both | other])
+    base_settings = {"USE_VLLM": "0", "ATTN_IMPL": "eager", "EXPERTS": "bf16"}
+    first, second = in_ranks(2, checked, tmp_path, [base_settings, base_settings | other])
     assert first == second
     assert first == [9, 2] if message is None else only(first).startswith(message)
