@@ -30,7 +30,7 @@ MID = Shape(layers=8, hidden=512, intermediate=384, experts=8, experts_per_token
 # earlier (a line of the forecast has 26 tokens).
 MID_RECIPE = Recipe(
     MID, "full", windows=2400, probe_windows=60, seconds=300, steps=100_000, batch=64, lr=1e-3,
-    distances=((1, 2, 3, 4, 5, 6, 7, 8), (1, 8, 6, 11, 17, 26, 20, 3), (), (0,)),
+    distances=((1, 2, 3, 4, 5, 6, 7, 8), (1, 8, 6, 11, 17, 26, 20, 3), (), (0,)), most_factor=2.0,
 )  # fmt: skip
 # PARITY=off: this model's predictions are so even that the check's adapter hardly changes the log-probs of fixed
 # tokens, and the check refuses a model where it sees no effect (0.0005 nats with the adapter, 0.0001 without, on an
@@ -69,10 +69,10 @@ def reasoning(scale: Scale) -> Scale:
 
 
 def write_data(folder: Path, scale: Scale) -> None:
-    """Writes the CSVs of the run, made as those under data/: training rows with short hours, held-out rows, and the
-    hourly profile of the held-out windows."""
+    """Writes the CSVs of the run, made as those under data/: training rows with short hours and varied loads, held-out
+    rows, and the hourly profile of the held-out windows."""
     prompt = scale.recipe.prompt
     windows = {prompt: scale.train_windows}, {prompt: scale.heldout_windows}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in synthetic_files(DATA_SEED, (prompt,), *windows, factor={prompt: 1.0}):
+    for name, text in synthetic_files(DATA_SEED, (prompt,), *windows, factor={prompt: scale.recipe.most_factor}):
         (folder / name).write_bytes(text.encode())
