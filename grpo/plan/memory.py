@@ -223,9 +223,14 @@ def attention_elements(config: ModelConfig) -> int:
     return int((config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"])
 
 
+def dequantized_gib(settings: Settings, config: ModelConfig) -> float:
+    """GiB of the layer whose packed experts are dequantized at a time. Nothing of it is left while vLLM is awake."""
+    return 0.0 if settings.EXPERTS in ("bf16", None) else expert_elements(config) * 2 / GIB
+
+
 def learning_gib(settings: Settings, inputs: PlanInputs, rows: int) -> float:
     """GiB that the forward and backward pass of a micro-batch of `rows` completions need beside the weights."""
-    config, prompt_len = inputs.config, inputs.prompt_len
+    config, prompt_len, layer = inputs.config, inputs.prompt_len, dequantized_gib(settings, inputs.config)
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
     tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, inputs.share_prompts))
     longest = prompt_len + settings.MAX_COMPLETION_LEN
@@ -249,7 +254,7 @@ def learning_gib(settings: Settings, inputs: PlanInputs, rows: int) -> float:
     completion_tokens = rows * settings.MAX_COMPLETION_LEN
     tile = min(completion_tokens, 4096) * min(config["vocab_size"], HEAD_TILE) * 2
     head = tile + (tokens * 2 + completion_tokens * 8) * hidden
-    return (saved + max(tokens * per_token + scores, head)) / GIB + 0.1
+    return layer + (saved + max(tokens * per_token + scores, head)) / GIB + 0.1
 
 
 def generation_gib(settings: Settings, inputs: PlanInputs, completions: int) -> float:
@@ -266,7 +271,7 @@ def generation_gib(settings: Settings, inputs: PlanInputs, completions: int) -> 
     prefill = (1 if gpu else rows) * prompt_len * (heads * prompt_len * 2 * 3 + states)
     # Scores of one layer, and float32 logits with their copies in sampling.
     step = rows * (heads * length * 2 * 4 + config["vocab_size"] * 4 * 8)
-    return (cache + max(prefill, step)) / GIB
+    return dequantized_gib(settings, config) + (cache + max(prefill, step)) / GIB
 
 
 def gains_speed(settings: Settings, inputs: PlanInputs, rows: int) -> bool:
@@ -281,7 +286,7 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
     """The memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH if they are `auto`.
 
     The estimate adds up BF16 weights, a float32 adapter with gradients and two AdamW moments, and the larger of rollout
-    and learning. EXPERTS=mxfp4 stores experts in 4.25 bits, with one layer dequantized at a time. With `shared`,
+    and learning. EXPERTS=mxfp4 stores experts in 4.25 bits; one layer at a time is dequantized. With `shared`,
     vLLM holds experts, embeddings and head on the GPU even while it sleeps, and the learner has none of its own; with
     `paged` the learner's leave the GPU while vLLM is awake."""
     config, machine, layers = inputs.config, inputs.machine, inputs.config["num_hidden_layers"]
@@ -289,7 +294,7 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
     weights, embeddings = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
     packed = expert_elements(config) * layers * 4.25 / 8 / GIB
     if settings.EXPERTS not in ("bf16", None):
-        weights += packed + expert_elements(config) * 2 * (1 - layers) / GIB
+        weights += packed - expert_elements(config) * layers * 2 / GIB
     matrices = target_matrices(settings.LORA_TARGETS, layers)
     adapter = adapter_parameters(config, settings.LORA_R, matrices) * 16 / GIB
     nccl = NCCL_GIB if machine.gpus and machine.ranks > 1 else 0.0
