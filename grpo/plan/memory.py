@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo.plan.hub import ModelConfig, checkpoint_gib, count_parameters, expert_elements, has_mxfp4
+from grpo.plan.hub import ModelConfig, checkpoint_gib, count_parameters, expert_elements, has_mxfp4, packed_gib
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import EXPERT_PARAMETERS, adapter_parameters, expert_words, target_matrices
 from grpo.settings import Settings, show
@@ -141,8 +141,8 @@ KV_BLOCK = 16  # Tokens per block of vLLM's key-value cache.
 BATCHED_TOKENS = 8192  # Tokens of one prefill step of vLLM.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # The values that vLLM takes as max_lora_rank.
 BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
-PADDED = 1.08  # Size of vLLM's weights relative to the checkpoint's: its kernels pad experts by up to a tenth.
-SWIZZLED = 1.035  # The same for experts in the only layout that the learner can read (measured: 1.032).
+PADDED = 1.08  # Size of the experts in vLLM relative to the checkpoint's: some kernels pad them by up to a tenth.
+SWIZZLED = 1.035  # The same in the only layout that the learner can read (measured: 1.032).
 HEAD_TILE = 32768  # Vocabulary entries in a tile of logits, as in TRL.
 # A communicator's buffers grow with the bandwidth between the GPUs: users report 1.6 GB
 # (https://github.com/NVIDIA/nccl/issues/864), and 0.5 to 0.7 on A100s (.../964). We have not measured them.
@@ -190,7 +190,9 @@ def plan_engine(
     longest_blocks = -(-longest // KV_BLOCK)
     least_blocks = 2 + longest_blocks + min(longest_blocks, -(-window // KV_BLOCK) + prefill_blocks)
     cache_least = least_blocks * block_gib
-    weights = checkpoint_gib(config) * PADDED
+    weights = checkpoint_gib(config)
+    if has_mxfp4(config):
+        weights += packed_gib(config) * ((SWIZZLED if settings.EXPERTS == "shared" else PADDED) - 1)
     # vLLM reserves memory for an adapter on the experts of every layer, even if LORA_TARGETS names single ones.
     if settings.ROLLOUT_SYNC == "lora" and expert_words(settings.LORA_TARGETS):
         experts = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
@@ -292,7 +294,7 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
     config, machine, layers = inputs.config, inputs.machine, inputs.config["num_hidden_layers"]
     counts = count_parameters(config)
     weights, embeddings = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
-    packed = expert_elements(config) * layers * 4.25 / 8 / GIB
+    packed = packed_gib(config)
     if settings.EXPERTS not in ("bf16", None):
         weights += packed - expert_elements(config) * layers * 2 / GIB
     matrices = target_matrices(settings.LORA_TARGETS, layers)

@@ -62,7 +62,8 @@ def test_shared_weights_are_the_engines(tied):
     assert quantized.weights - shared.weights == pytest.approx(experts + tables)
     assert shared.learning_peak - quantized.learning_peak == pytest.approx(experts * 0.035)
     ours, theirs = shared.engine, quantized.engine
-    assert ours.weights == theirs.weights and ours.lent == pytest.approx(experts * 1.035 + tables)
+    assert theirs.weights - ours.weights == pytest.approx(experts * (1.08 - 1.035)), "other kernels may pad more"
+    assert ours.lent == pytest.approx(experts * 1.035 + tables)
     assert ours.asleep - theirs.asleep == pytest.approx(ours.lent) and ours.on_host == ours.weights - ours.lent
     assert theirs.on_host == theirs.weights and not theirs.lent
 
@@ -201,7 +202,7 @@ def test_cache_of_a_step(completion, gib):
     assert engine.cache * GIB == pytest.approx(block * (1 + 1024 + 12 * (58 + 8 * (whole - 58 + 10))))
     assert engine.cache == pytest.approx(gib, abs=0.1) and "the rest waits" not in engine.cache_reason
     assert 0 <= engine.max_model_len - 930 - completion < 1024 and engine.max_num_seqs == 96
-    assert 13.8 < engine.weights < 16 and engine.scratch > 0.5
+    assert engine.weights == pytest.approx(12.816 + 9.455 * 0.08, abs=0.001) and engine.scratch > 0.5
 
 
 def test_a_rollout_of_several_steps_is_planned_as_a_step_of_as_many_prompts():
