@@ -143,6 +143,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # The values that vLLM take
 BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
 PADDED = 1.08  # Size of the experts in vLLM relative to the checkpoint's: some kernels pad them by up to a tenth.
 SWIZZLED = 1.035  # The same in the only layout that the learner can read (measured: 1.032).
+SWIZZLED_AT_ONCE = 32  # Experts of a matrix that vLLM lays out at once while it loads them.
 HEAD_TILE = 32768  # Vocabulary entries in a tile of logits, as in TRL.
 # A communicator's buffers grow with the bandwidth between the GPUs: users report 1.6 GB
 # (https://github.com/NVIDIA/nccl/issues/864), and 0.5 to 0.7 on A100s (.../964). We have not measured them.
