@@ -21,6 +21,7 @@ class EnginePlan:
     """vLLM's memory and limits beside the trainer; sizes are in GiB."""
 
     weights: float
+    loading: float  # Held beside the weights until they are loaded.
     scratch: float
     cache: float
     cache_reason: str
@@ -34,6 +35,10 @@ class EnginePlan:
     @property
     def on_host(self) -> float:
         return self.weights - self.lent
+
+    @property
+    def starting(self) -> float:
+        return self.weights + self.loading
 
     @property
     def awake(self) -> float:
@@ -58,9 +63,17 @@ class Plan:
     nccl: float = 0.0  # NCCL's buffers for sums over several GPUs.
 
     @property
+    def beside_rollout(self) -> float:
+        """What the learner keeps on the GPU while vLLM starts or is awake."""
+        return self.weights - self.paged + self.adapter + self.nccl
+
+    @property
+    def start_peak(self) -> float:
+        return self.beside_rollout + self.engine.starting if self.engine else 0.0
+
+    @property
     def rollout_peak(self) -> float:
-        awake = self.engine.awake if self.engine else self.generation
-        return self.weights - self.paged + self.adapter + self.nccl + awake
+        return self.beside_rollout + (self.engine.awake if self.engine else self.generation)
 
     @property
     def on_host(self) -> float:
@@ -74,17 +87,18 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        return max(self.rollout_peak, self.learning_peak)
+        return max(self.start_peak, self.rollout_peak, self.learning_peak)
 
     @property
     def parts(self) -> str:
         """The sum behind `peak` as text."""
-        larger = f"generation {self.generation:.2f} and learning {self.learning:.2f}"
+        largest = f"larger of generation {self.generation:.2f} and learning {self.learning:.2f}"
         if engine := self.engine:
-            larger = f"vLLM awake {engine.awake:.2f} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
+            vllm = f"vLLM starting {engine.starting:.2f}, awake {engine.awake:.2f}"
+            largest = f"largest of {vllm} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
         paged = f" (awake without {self.paged:.2f})" if self.paged else ""
         nccl = f" + NCCL {self.nccl:.2f}" if self.nccl else ""
-        return f"weights {self.weights:.2f}{paged} + adapter {self.adapter:.2f}{nccl} + the larger of {larger}"
+        return f"weights {self.weights:.2f}{paged} + adapter {self.adapter:.2f}{nccl} + the {largest}"
 
 
 @dataclass(frozen=True)
@@ -143,7 +157,12 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # The values that vLLM take
 BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
 PADDED = 1.08  # Size of the experts in vLLM relative to the checkpoint's: some kernels pad them by up to a tenth.
 SWIZZLED = 1.035  # The same in the only layout that the learner can read (measured: 1.032).
-SWIZZLED_AT_ONCE = 32  # Experts of a matrix that vLLM lays out at once while it loads them.
+# vLLM lays experts out anew while it loads them, inside a pool that gives nothing back until all are loaded. Of
+# gpt-oss-20b 4.5 GiB stay in the pool until then (measured). Replaying the allocations by the rules of torch's
+# allocator gives 4.2, and 10.2 for 120b. Both follow from these numbers of packed layers, and of parts of them.
+LOADING_LAYERS, LOADING_PARTS = 5.5, 5.9
+SWIZZLED_AT_ONCE = 32  # Experts of a matrix in a part (grpo/rollout/vllm_patches.py).
+CONTEXT_GIB = 0.5  # The CUDA context of a process that has computed nothing yet.
 HEAD_TILE = 32768  # Vocabulary entries in a tile of logits, as in TRL.
 # A communicator's buffers grow with the bandwidth between the GPUs: users report 1.6 GB
 # (https://github.com/NVIDIA/nccl/issues/864), and 0.5 to 0.7 on A100s (.../964). We have not measured them.
@@ -192,16 +211,21 @@ def plan_engine(
     least_blocks = 2 + longest_blocks + min(longest_blocks, -(-window // KV_BLOCK) + prefill_blocks)
     cache_least = least_blocks * block_gib
     weights = checkpoint_gib(config)
+    loading = CONTEXT_GIB
     if has_mxfp4(config):
         weights += packed_gib(config) * ((SWIZZLED if settings.EXPERTS == "shared" else PADDED) - 1)
+        layer = packed_gib(config) / config["num_hidden_layers"]
+        part = layer * min(1, SWIZZLED_AT_ONCE / config["num_local_experts"])
+        loading += LOADING_LAYERS * layer + LOADING_PARTS * part
     # vLLM reserves memory for an adapter on the experts of every layer, even if LORA_TARGETS names single ones.
     if settings.ROLLOUT_SYNC == "lora" and expert_words(settings.LORA_TARGETS):
         experts = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
         weights += adapter_parameters(config, vllm_rank(settings.LORA_R), experts) * 2 / GIB
     inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]
     seqs = prompts * group
-    # Activations of a prefill step, three float32 copies of a decode step's logits, and CUDA graphs.
-    scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 0.5
+    # Activations of a prefill step, three float32 copies of a decode step's logits, and the rest as it was measured:
+    # CUDA context, kernels and graphs.
+    scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 1.4
     room, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
     if settings.VLLM_GPU_MEM is not None:
         room, where = machine.gpu_total * settings.VLLM_GPU_MEM, f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
@@ -212,7 +236,8 @@ def plan_engine(
     if cache < cache_wanted:
         part = f"{cache / cache_wanted:.0%} of the {cache_wanted:.1f} GiB they may need"
         reason += f"; {where} leaves {part}, the rest waits its turn"
-    return EnginePlan(weights, scratch, cache, reason, cache_least, ASLEEP_GIB, longest, seqs, capture_sizes(seqs))
+    sizes = weights, loading, scratch, cache, reason, cache_least, ASLEEP_GIB
+    return EnginePlan(*sizes, longest, seqs, capture_sizes(seqs))
 
 
 def divisors(total: int) -> list[int]:
@@ -344,12 +369,15 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:
     """Why a plan does not fit into the GPU's free memory, '' if it fits. GPU_SHARE of it may be used; by vLLM's rollout
-    all of it, because `plan_engine` leaves a margin unless the user sets VLLM_GPU_MEM."""
+    all of it, because `plan_engine` leaves a margin unless the user sets VLLM_GPU_MEM, and by its start, where nothing
+    varies."""
     free, engine = machine.gpu_free, plan.engine
     if engine and engine.cache < engine.cache_least:
         return f"vLLM would have {engine.cache:.1f} GiB of cache, but one completion may need {engine.cache_least:.1f}"
+    start = "vLLM's start", plan.start_peak, 1.0
     learning = f"learning in micro-batches of {plan.micro_batch}", plan.learning_peak, GPU_SHARE
-    for part, need, share in (learning, ("the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE)):
+    rollout = "the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE
+    for part, need, share in (start, learning, rollout):
         if need > free * share:
             return f"{part} would need {need:.1f} GiB, {share:.0%} of the free memory are {free * share:.1f}"
     return ""
