@@ -61,6 +61,7 @@ class Plan:
     prompt_len: int = 0  # Tokens of the longest prompt.
     paged: float = 0.0  # The learner's weights that are in host memory while vLLM is awake.
     nccl: float = 0.0  # NCCL's buffers for sums over several GPUs.
+    expert_parts: int = 1  # Parts in which a layer's packed experts are dequantized, one after the other.
 
     @property
     def beside_rollout(self) -> float:
@@ -251,14 +252,17 @@ def attention_elements(config: ModelConfig) -> int:
     return int((config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"])
 
 
-def dequantized_gib(settings: Settings, config: ModelConfig) -> float:
-    """GiB of the layer whose packed experts are dequantized at a time. Nothing of it is left while vLLM is awake."""
-    return 0.0 if settings.EXPERTS in ("bf16", None) else expert_elements(config) * 2 / GIB
+def dequantized_gib(settings: Settings, config: ModelConfig, parts: int) -> float:
+    """GiB of packed experts that are dequantized at a time: those of a layer, or one of `parts` parts of its larger
+    matrix, which has two thirds of them. Nothing of it is left while vLLM is awake."""
+    layer = 0.0 if settings.EXPERTS in ("bf16", None) else expert_elements(config) * 2 / GIB
+    return layer if parts == 1 else layer * 2 / 3 / parts
 
 
-def learning_gib(settings: Settings, inputs: PlanInputs, rows: int) -> float:
-    """GiB that the forward and backward pass of a micro-batch of `rows` completions need beside the weights."""
-    config, prompt_len, layer = inputs.config, inputs.prompt_len, dequantized_gib(settings, inputs.config)
+def learning_gib(settings: Settings, inputs: PlanInputs, rows: int, parts: int = 1) -> float:
+    """GiB that the forward and backward pass of a micro-batch of `rows` completions need beside the weights. `parts`:
+    those in which experts are dequantized."""
+    config, prompt_len, layer = inputs.config, inputs.prompt_len, dequantized_gib(settings, inputs.config, parts)
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
     tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, inputs.share_prompts))
     longest = prompt_len + settings.MAX_COMPLETION_LEN
@@ -285,7 +289,7 @@ def learning_gib(settings: Settings, inputs: PlanInputs, rows: int) -> float:
     return layer + (saved + max(tokens * per_token + scores, head)) / GIB + 0.1
 
 
-def generation_gib(settings: Settings, inputs: PlanInputs, completions: int) -> float:
+def generation_gib(settings: Settings, inputs: PlanInputs, completions: int, parts: int = 1) -> float:
     """GiB that one process needs beside the weights to generate its part of `completions` with transformers: the
     key-value cache, which on a GPU is allocated in full from the start, and the larger of prefill and decoding step."""
     config, prompt_len, gpu = inputs.config, inputs.prompt_len, inputs.machine.gpus
@@ -299,7 +303,15 @@ def generation_gib(settings: Settings, inputs: PlanInputs, completions: int) -> 
     prefill = (1 if gpu else rows) * prompt_len * (heads * prompt_len * 2 * 3 + states)
     # Scores of one layer, and float32 logits with their copies in sampling.
     step = rows * (heads * length * 2 * 4 + config["vocab_size"] * 4 * 8)
-    return dequantized_gib(settings, config) + (cache + max(prefill, step)) / GIB
+    return dequantized_gib(settings, config, parts) + (cache + max(prefill, step)) / GIB
+
+
+def choose_expert_parts(settings: Settings, inputs: PlanInputs, room: float) -> int:
+    """The number of parts in which a layer's packed experts are dequantized: one if learning from the smallest
+    micro-batch then fits into `room` GiB, because parts take more time, else parts of SWIZZLED_AT_ONCE experts."""
+    if learning_gib(settings, inputs, settings.MICRO_BATCH or 1) <= room or settings.EXPERTS in ("bf16", None):
+        return 1
+    return int(-(-inputs.config["num_local_experts"] // SWIZZLED_AT_ONCE))
 
 
 def gains_speed(settings: Settings, inputs: PlanInputs, rows: int) -> bool:
@@ -341,30 +353,30 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
     where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - nccl
     room -= engine.asleep if engine else 0.0
-    total = settings.completions_per_rollout
+    parts, total = choose_expert_parts(settings, inputs, room), settings.completions_per_rollout
     rank_completions = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
         useful = [n for n in divisors(rank_completions) if gains_speed(settings, inputs, n)] or [1]
-        micro = max((n for n in useful if learning_gib(settings, inputs, n) <= room), default=1)
-        fit = f"whose {learning_gib(settings, inputs, micro):.1f} GiB fit beside the weights in {where}"
+        micro = max((n for n in useful if learning_gib(settings, inputs, n, parts) <= room), default=1)
+        fit = f"whose {learning_gib(settings, inputs, micro, parts):.1f} GiB fit beside the weights in {where}"
         micro_reason = f"largest divisor of {rank_completions} up to {useful[-1]} {fit}"
     micro = min(micro, rank_completions)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if settings.DIRECT_ANSWERS:
         chunk, chunk_reason = micro, "nothing is generated: the learner's micro-batches choose one token a prompt"
     elif chunk is None:
-        chunk = max((n for n in divisors(total) if generation_gib(settings, inputs, n) <= room), default=1)
-        fit = f"whose cache and prefill ({generation_gib(settings, inputs, chunk):.1f} GiB) fit in {where}"
+        chunk = max((n for n in divisors(total) if generation_gib(settings, inputs, n, parts) <= room), default=1)
+        fit = f"whose cache and prefill ({generation_gib(settings, inputs, chunk, parts):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
     # Choosing tokens (DIRECT_ANSWERS) takes less memory than learning.
-    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, inputs, chunk)
-    learning = learning_gib(settings, inputs, micro)
+    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, inputs, chunk, parts)
+    learning = learning_gib(settings, inputs, micro, parts)
     # If there is room, all of the engine's weights stay on the GPU, so that sleeping and waking copy nothing.
     if engine and lent and learning <= room - engine.on_host:
         engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
     batches = micro, micro_reason, chunk, chunk_reason
-    return Plan(weights, adapter, generation, learning, *batches, engine, inputs.prompt_len, paged, nccl)
+    return Plan(weights, adapter, generation, learning, *batches, engine, inputs.prompt_len, paged, nccl, parts)
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:

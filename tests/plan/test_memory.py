@@ -122,6 +122,24 @@ def test_starting_vllm_takes_more_than_its_weights():
         assert need.startswith("vLLM's start would need 19.4 GiB") is short
 
 
+LARGE_CONFIG = REAL_CONFIG | {"num_hidden_layers": 36, "num_local_experts": 128}  # gpt-oss-120b
+
+
+@pytest.mark.parametrize(("free", "parts", "most"), [(78.6, 4, 16), (139.0, 1, 48)])
+def test_gpt_oss_120b_fits_one_card(free, parts, most):
+    """Planned for steps of 12 x 8 x 512. On a card of 80 GB a layer's experts are dequantized in parts; by hand: a part
+    of the larger matrix has 32 x 2,880 x 5,760 elements."""
+    inputs = with_vllm(free, LARGE_CONFIG, capability=9.0)
+    settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, ROLLOUT_SYNC="merge", USE_VLLM=True)
+    chosen = memory.plan_memory(settings, inputs)
+    assert not memory.memory_shortfall(chosen, inputs.machine) and not memory.host_shortfall(chosen, inputs.machine)
+    assert (chosen.expert_parts, chosen.micro_batch) == (parts, most)
+    assert "the rest waits" not in chosen.engine.cache_reason, "the cache holds a whole rollout"
+    sizes = {1: 128 * 3 * 2880**2 * 2, 4: 32 * 2880 * 5760 * 2}
+    for number, size in sizes.items():
+        assert memory.dequantized_gib(settings, LARGE_CONFIG, number) == pytest.approx(size / GIB)
+
+
 WHOLE_H200 = 139.8
 RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tokens; how far off the plan may be.
     ("shared-h200", "shared_job_peak_gib", WHOLE_H200, {"EXPERTS": "shared"}, 0.05),
@@ -220,6 +238,8 @@ ADVICE = [  # Free GiB, settings, config.json, and the settings that are named.
     (20.7, {"EXPERTS": "shared"}, REAL_CONFIG, ["EXPERTS", "EXPERTS", "USE_VLLM"]),
     (40.0, NO_CHECKPOINTING | {"MICRO_BATCH": 96}, BF16_CONFIG, []),
     (12.0, {}, REAL_CONFIG, []),
+    (74.0, {"EXPERTS": "shared"}, LARGE_CONFIG, ["EXPERTS", "USE_VLLM"]),
+    (66.0, {"EXPERTS": "shared"}, LARGE_CONFIG, []),
 ]
 
 
