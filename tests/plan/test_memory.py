@@ -140,6 +140,22 @@ def test_gpt_oss_120b_fits_one_card(free, parts, most):
         assert memory.dequantized_gib(settings, LARGE_CONFIG, number) == pytest.approx(size / GIB)
 
 
+def test_gpt_oss_120b_takes_what_the_documentation_says():
+    """docs/install.md, row by row."""
+    text = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    pattern = r"\| ([\d.]+) \(H.*?\) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| micro-batches of (\d+)(.*) \|"
+    rows = re.findall(pattern, text)
+    assert len(rows) == 4
+    for free, completion, *peaks, micro, rest in rows:
+        settings = Settings(EXPERTS="shared", ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=int(completion.replace(",", "")))
+        machine = dataclasses.replace(H100, gpu_free=float(free), capability=9.0)
+        inputs = plan_inputs(machine, LARGE_CONFIG, 940, "torch_flash", "prefix", True)
+        chosen = memory.plan_memory(settings, inputs)
+        planned = chosen.start_peak, chosen.rollout_peak, chosen.learning_peak
+        assert [f"{peak:.1f}" for peak in planned] == peaks and str(chosen.micro_batch) == micro
+        assert ("parts" in rest) is (chosen.expert_parts > 1)
+
+
 WHOLE_H200 = 139.8
 RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tokens; how far off the plan may be.
     ("shared-h200", "shared_job_peak_gib", WHOLE_H200, {"EXPERTS": "shared"}, 0.05),
