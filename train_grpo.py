@@ -182,7 +182,7 @@ def train(resolved: ResolvedRun) -> int:
     transformers.utils.logging.disable_default_handler()  # The messages of transformers go into training.log.
     transformers.utils.logging.enable_propagation()
 
-    tokenizer, model = load_to_train(s, model_path, files.config, attention)
+    tokenizer, model = load_to_train(s, model_path, files.config, attention, plan.expert_parts)
     context = RunContext(
         s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks, looked_up=resolved.looked_up
     )

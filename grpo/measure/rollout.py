@@ -32,6 +32,7 @@ from grpo.run.child import run_child
 # What `--kernels` adds to vLLM's arguments. Older cards compute attention in Triton, and with a native adapter the
 # experts by Marlin, which vLLM then chooses by itself.
 KERNELS: dict[str, dict[str, str]] = {"own": {}, "older-cards": {"attention_backend": "TRITON_ATTN"}}
+SUM_PARTS = 32  # in which `bit_sums` adds up a tensor
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 RUN = """
 step_s | s | {setup}: {averaged}
@@ -75,11 +76,13 @@ def frozen_tensors(policy: torch.nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The sum of each tensor's bits as integers, by name: it changes if one element does."""
-    return {
-        name: int(tensor.view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
-        for name, tensor in tensors.items()
-    }
+    """The sum of each tensor's bits as integers, by name: it changes if one element does. Added up in parts, because
+    torch.sum makes a copy in 8-byte integers, 8 GiB for a matrix of gpt-oss-120b's experts."""
+    sums = {}
+    for name, tensor in tensors.items():
+        parts = tensor.view(INTEGERS[tensor.element_size()]).tensor_split(SUM_PARTS)
+        sums[name] = sum(int(part.sum(dtype=torch.int64)) for part in parts)
+    return sums
 
 
 class RunWatch:

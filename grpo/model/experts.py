@@ -27,6 +27,7 @@ class QuantizedExperts(torch.nn.Module):
 
     is_transposed = True  # PEFT reads this attribute: the weights are (E, in, out), as in GptOssExperts
     dequantize_again = False  # whether the backward pass dequantizes again (FrozenProduct)
+    parts = 1  # the number of parts in which a matrix is then dequantized, one after the other
     gate_up_proj_bias: torch.nn.Parameter
     down_proj_bias: torch.nn.Parameter
 
@@ -72,16 +73,37 @@ def experts_forward(module: Experts, hidden_states: Tensor, top_k_index: Tensor,
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_forward)
 
 
-def expert_weights(module: Experts, name: str) -> Tensor:
-    """(E, in, out) weights of `gate_up_proj` or `down_proj`: the parameter, or a temporary that is dequantized from
-    vLLM's tensors if `module.shared` has them, else from the module's own."""
+def expert_weights(module: Experts, name: str, part: slice = slice(None)) -> Tensor:
+    """(E, in, out) weights of `gate_up_proj` or `down_proj`, of the experts in `part`: the parameter, or a temporary
+    that is dequantized from vLLM's tensors if `module.shared` has them, else from the module's own."""
     if hasattr(module, name):
-        return getattr(module, name)
+        return getattr(module, name)[part]
     if shared := cast(QuantizedExperts, module).shared:
-        weights = dequantize_swizzled(*shared[name])
+        values, scales, *sizes = shared[name]
+        weights = dequantize_swizzled(values[part], scales[part], *sizes)
     else:
-        weights = dequantize_mxfp4(getattr(module, f"{name}_blocks"), getattr(module, f"{name}_scales"))
+        weights = dequantize_mxfp4(getattr(module, f"{name}_blocks")[part], getattr(module, f"{name}_scales")[part])
     return weights.to(module.gate_up_proj_bias.dtype)
+
+
+def dequantized_product(module: QuantizedExperts, name: str, rows: Tensor, offs: Tensor, backward: bool) -> Tensor:
+    """The product of `FrozenProduct`, or if `backward` that with the transposed weights. They are dequantized in
+    `module.parts` parts, of which only one is in memory at a time. The result is the same bit by bit."""
+
+    def product(part: slice, rows: Tensor, offs: Tensor) -> Tensor:
+        weights = expert_weights(module, name, part)
+        return grouped_mm(rows, weights.mT if backward else weights, offs=offs)
+
+    if module.parts == 1:
+        return product(slice(None), rows, offs)
+    products, start, ends = [], 0, offs.tolist()
+    size = -(-len(ends) // module.parts)
+    for first in range(0, len(ends), size):
+        part = slice(first, first + size)
+        if (end := ends[part][-1]) > start:
+            products.append(product(part, rows[start:end], offs[part] - start))
+        start = end
+    return torch.cat(products)
 
 
 def packed_product(module: Experts, name: str, rows: Tensor, offs: Tensor) -> Tensor:
@@ -127,21 +149,26 @@ class FrozenProduct(torch.autograd.Function):
     (E,) holds the end of each expert's rows.
 
     With gradient checkpointing, autograd keeps the dequantized weights of a single layer. Without it, the backward pass
-    dequantizes them again, because those of all layers would take 36 GiB in gpt-oss-20b.
+    dequantizes them again, because those of all layers would take 36 GiB in gpt-oss-20b; likewise if a single layer's
+    do not fit (`module.parts`).
     """
 
     @staticmethod
     def forward(ctx, module, name, rows, offs):
-        weights = expert_weights(module, name)
         ctx.packed = (module, name) if getattr(module, "dequantize_again", False) else None
-        ctx.save_for_backward(offs, *(() if ctx.packed else (weights,)))
+        if ctx.packed:
+            ctx.save_for_backward(offs)
+            return dequantized_product(module, name, rows, offs, backward=False)
+        weights = expert_weights(module, name)
+        ctx.save_for_backward(offs, weights)
         return grouped_mm(rows, weights, offs=offs)
 
     @staticmethod
     def backward(ctx, gradient):
         offs, *kept = ctx.saved_tensors
-        weights = expert_weights(*ctx.packed) if ctx.packed else kept[0]
-        return None, None, grouped_mm(gradient.contiguous(), weights.transpose(1, 2), offs=offs), None
+        if ctx.packed:
+            return None, None, dequantized_product(*ctx.packed, gradient.contiguous(), offs, backward=True), None
+        return None, None, grouped_mm(gradient.contiguous(), kept[0].transpose(1, 2), offs=offs), None
 
 
 def activation(gate_up: Tensor, bias: Tensor, expert: Tensor) -> Tensor:

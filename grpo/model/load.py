@@ -163,24 +163,28 @@ def in_compute_dtype(model: PreTrainedModel) -> PreTrainedModel:
     return model.float() if model.device.type == "cpu" else model
 
 
-def load_base(settings: Settings, model_path: str, config: Mapping[str, Any], attention: str) -> PreTrainedModel:
-    """The base model to train an adapter on. PEFT writes its `name_or_path` into adapter_config.json."""
+def load_base(
+    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str, expert_parts: int = 1
+) -> PreTrainedModel:
+    """The base model to train an adapter on, which dequantizes packed experts in `expert_parts` parts. PEFT writes its
+    `name_or_path` into adapter_config.json."""
     model = in_compute_dtype(load_model(model_path, config, attention, settings.EXPERTS or "bf16"))
     model.name_or_path = model_path if settings.MODEL_ID == "tiny" else settings.MODEL_ID
     for module in quantized_experts(model):
-        module.dequantize_again = not settings.GRADIENT_CHECKPOINTING
+        module.parts = expert_parts
+        module.dequantize_again = expert_parts > 1 or not settings.GRADIENT_CHECKPOINTING
     return model
 
 
 def load_to_train(
-    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str
+    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str, expert_parts: int
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """The tokenizer and `load_base` for a run. Raises UnloadableModel, whose message is one line; the traceback goes to
     training.log."""
     try:
         with Phase("loading the model") as phase:
             tokenizer = load_tokenizer(model_path)
-            model = load_base(settings, model_path, config, attention)
+            model = load_base(settings, model_path, config, attention, expert_parts)
             phase.result = f"{model.num_parameters() / 1e6:.2f}M parameters on {model.device}"
     except torch.OutOfMemoryError:
         raise

@@ -34,6 +34,11 @@ def expert_elements(config: ModelConfig) -> int:
     return int(config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"])
 
 
+def packed_gib(config: ModelConfig) -> float:
+    """GiB of the expert matrices of all layers in MXFP4: 4 bits an element, and a byte for 32 elements."""
+    return expert_elements(config) * config["num_hidden_layers"] * 4.25 / 8 / GIB
+
+
 def has_mxfp4(config: ModelConfig | None) -> bool:
     """Whether the experts of a checkpoint with this config.json are quantized to MXFP4."""
     return ((config or {}).get("quantization_config") or {}).get("quant_method") == "mxfp4"
@@ -160,9 +165,8 @@ def downloaded_gib(files: ModelFiles) -> float:
 
 def checkpoint_gib(config: ModelConfig) -> float:
     """Size of the weights of a checkpoint with this config.json in GiB, whether it was downloaded or not; for
-    gpt-oss-20b and 120b it equals the size in their index to the byte. MXFP4 takes 4 bits an element, and a byte for 32
-    elements."""
-    size = 2.0 * count_parameters(config)["total"]
+    gpt-oss-20b and 120b it equals the size in their index to the byte."""
+    size = count_parameters(config)["total"] * 2 / GIB
     if has_mxfp4(config):
-        size -= (2 - 4.25 / 8) * expert_elements(config) * config["num_hidden_layers"]
-    return size / GIB
+        size += packed_gib(config) - expert_elements(config) * config["num_hidden_layers"] * 2 / GIB
+    return size

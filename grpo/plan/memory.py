@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo.plan.hub import ModelConfig, checkpoint_gib, count_parameters, expert_elements, has_mxfp4
+from grpo.plan.hub import ModelConfig, checkpoint_gib, count_parameters, expert_elements, has_mxfp4, packed_gib
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import EXPERT_PARAMETERS, adapter_parameters, expert_words, target_matrices
 from grpo.settings import Settings, show
@@ -21,6 +21,7 @@ class EnginePlan:
     """vLLM's memory and limits beside the trainer; sizes are in GiB."""
 
     weights: float
+    loading: float  # Held beside the weights until they are loaded.
     scratch: float
     cache: float
     cache_reason: str
@@ -34,6 +35,10 @@ class EnginePlan:
     @property
     def on_host(self) -> float:
         return self.weights - self.lent
+
+    @property
+    def starting(self) -> float:
+        return self.weights + self.loading
 
     @property
     def awake(self) -> float:
@@ -56,11 +61,20 @@ class Plan:
     prompt_len: int = 0  # Tokens of the longest prompt.
     paged: float = 0.0  # The learner's weights that are in host memory while vLLM is awake.
     nccl: float = 0.0  # NCCL's buffers for sums over several GPUs.
+    expert_parts: int = 1  # Parts in which a layer's packed experts are dequantized, one after the other.
+
+    @property
+    def beside_rollout(self) -> float:
+        """What the learner keeps on the GPU while vLLM starts or is awake."""
+        return self.weights - self.paged + self.adapter + self.nccl
+
+    @property
+    def start_peak(self) -> float:
+        return self.beside_rollout + self.engine.starting if self.engine else 0.0
 
     @property
     def rollout_peak(self) -> float:
-        awake = self.engine.awake if self.engine else self.generation
-        return self.weights - self.paged + self.adapter + self.nccl + awake
+        return self.beside_rollout + (self.engine.awake if self.engine else self.generation)
 
     @property
     def on_host(self) -> float:
@@ -74,17 +88,18 @@ class Plan:
 
     @property
     def peak(self) -> float:
-        return max(self.rollout_peak, self.learning_peak)
+        return max(self.start_peak, self.rollout_peak, self.learning_peak)
 
     @property
     def parts(self) -> str:
         """The sum behind `peak` as text."""
-        larger = f"generation {self.generation:.2f} and learning {self.learning:.2f}"
+        largest = f"larger of generation {self.generation:.2f} and learning {self.learning:.2f}"
         if engine := self.engine:
-            larger = f"vLLM awake {engine.awake:.2f} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
+            vllm = f"vLLM starting {engine.starting:.2f}, awake {engine.awake:.2f}"
+            largest = f"largest of {vllm} and learning {self.learning:.2f} + asleep {engine.asleep:.2f}"
         paged = f" (awake without {self.paged:.2f})" if self.paged else ""
         nccl = f" + NCCL {self.nccl:.2f}" if self.nccl else ""
-        return f"weights {self.weights:.2f}{paged} + adapter {self.adapter:.2f}{nccl} + the larger of {larger}"
+        return f"weights {self.weights:.2f}{paged} + adapter {self.adapter:.2f}{nccl} + the {largest}"
 
 
 @dataclass(frozen=True)
@@ -141,8 +156,14 @@ KV_BLOCK = 16  # Tokens per block of vLLM's key-value cache.
 BATCHED_TOKENS = 8192  # Tokens of one prefill step of vLLM.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # The values that vLLM takes as max_lora_rank.
 BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
-PADDED = 1.08  # Size of vLLM's weights relative to the checkpoint's: its kernels pad experts by up to a tenth.
-SWIZZLED = 1.035  # The same for experts in the only layout that the learner can read (measured: 1.032).
+PADDED = 1.08  # Size of the experts in vLLM relative to the checkpoint's: some kernels pad them by up to a tenth.
+SWIZZLED = 1.035  # The same in the only layout that the learner can read (measured: 1.032).
+# vLLM lays experts out anew while it loads them, inside a pool that gives nothing back until all are loaded. Of
+# gpt-oss-20b 4.5 GiB stay in the pool until then (measured). Replaying the allocations by the rules of torch's
+# allocator gives 4.2, and 10.2 for 120b. Both follow from these numbers of packed layers, and of parts of them.
+LOADING_LAYERS, LOADING_PARTS = 5.5, 5.9
+SWIZZLED_AT_ONCE = 32  # Experts of a matrix in a part (grpo/rollout/vllm_patches.py).
+CONTEXT_GIB = 0.5  # The CUDA context of a process that has computed nothing yet.
 HEAD_TILE = 32768  # Vocabulary entries in a tile of logits, as in TRL.
 # A communicator's buffers grow with the bandwidth between the GPUs: users report 1.6 GB
 # (https://github.com/NVIDIA/nccl/issues/864), and 0.5 to 0.7 on A100s (.../964). We have not measured them.
@@ -190,15 +211,22 @@ def plan_engine(
     longest_blocks = -(-longest // KV_BLOCK)
     least_blocks = 2 + longest_blocks + min(longest_blocks, -(-window // KV_BLOCK) + prefill_blocks)
     cache_least = least_blocks * block_gib
-    weights = checkpoint_gib(config) * PADDED
+    weights = checkpoint_gib(config)
+    loading = CONTEXT_GIB
+    if has_mxfp4(config):
+        weights += packed_gib(config) * ((SWIZZLED if settings.EXPERTS == "shared" else PADDED) - 1)
+        layer = packed_gib(config) / config["num_hidden_layers"]
+        part = layer * min(1, SWIZZLED_AT_ONCE / config["num_local_experts"])
+        loading += LOADING_LAYERS * layer + LOADING_PARTS * part
     # vLLM reserves memory for an adapter on the experts of every layer, even if LORA_TARGETS names single ones.
     if settings.ROLLOUT_SYNC == "lora" and expert_words(settings.LORA_TARGETS):
         experts = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
         weights += adapter_parameters(config, vllm_rank(settings.LORA_R), experts) * 2 / GIB
     inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]
     seqs = prompts * group
-    # Activations of a prefill step, three float32 copies of a decode step's logits, and CUDA graphs.
-    scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 0.5
+    # Activations of a prefill step, three float32 copies of a decode step's logits, and the rest as it was measured:
+    # CUDA context, kernels and graphs.
+    scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 1.4
     room, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
     if settings.VLLM_GPU_MEM is not None:
         room, where = machine.gpu_total * settings.VLLM_GPU_MEM, f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
@@ -209,7 +237,8 @@ def plan_engine(
     if cache < cache_wanted:
         part = f"{cache / cache_wanted:.0%} of the {cache_wanted:.1f} GiB they may need"
         reason += f"; {where} leaves {part}, the rest waits its turn"
-    return EnginePlan(weights, scratch, cache, reason, cache_least, ASLEEP_GIB, longest, seqs, capture_sizes(seqs))
+    sizes = weights, loading, scratch, cache, reason, cache_least, ASLEEP_GIB
+    return EnginePlan(*sizes, longest, seqs, capture_sizes(seqs))
 
 
 def divisors(total: int) -> list[int]:
@@ -223,9 +252,17 @@ def attention_elements(config: ModelConfig) -> int:
     return int((config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"])
 
 
-def learning_gib(settings: Settings, inputs: PlanInputs, rows: int) -> float:
-    """GiB that the forward and backward pass of a micro-batch of `rows` completions need beside the weights."""
-    config, prompt_len = inputs.config, inputs.prompt_len
+def dequantized_gib(settings: Settings, config: ModelConfig, parts: int) -> float:
+    """GiB of packed experts that are dequantized at a time: those of a layer, or one of `parts` parts of its larger
+    matrix, which has two thirds of them. Nothing of it is left while vLLM is awake."""
+    layer = 0.0 if settings.EXPERTS in ("bf16", None) else expert_elements(config) * 2 / GIB
+    return layer if parts == 1 else layer * 2 / 3 / parts
+
+
+def learning_gib(settings: Settings, inputs: PlanInputs, rows: int, parts: int = 1) -> float:
+    """GiB that the forward and backward pass of a micro-batch of `rows` completions need beside the weights. `parts`:
+    those in which experts are dequantized."""
+    config, prompt_len, layer = inputs.config, inputs.prompt_len, dequantized_gib(settings, inputs.config, parts)
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
     tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, inputs.share_prompts))
     longest = prompt_len + settings.MAX_COMPLETION_LEN
@@ -249,10 +286,10 @@ def learning_gib(settings: Settings, inputs: PlanInputs, rows: int) -> float:
     completion_tokens = rows * settings.MAX_COMPLETION_LEN
     tile = min(completion_tokens, 4096) * min(config["vocab_size"], HEAD_TILE) * 2
     head = tile + (tokens * 2 + completion_tokens * 8) * hidden
-    return (saved + max(tokens * per_token + scores, head)) / GIB + 0.1
+    return layer + (saved + max(tokens * per_token + scores, head)) / GIB + 0.1
 
 
-def generation_gib(settings: Settings, inputs: PlanInputs, completions: int) -> float:
+def generation_gib(settings: Settings, inputs: PlanInputs, completions: int, parts: int = 1) -> float:
     """GiB that one process needs beside the weights to generate its part of `completions` with transformers: the
     key-value cache, which on a GPU is allocated in full from the start, and the larger of prefill and decoding step."""
     config, prompt_len, gpu = inputs.config, inputs.prompt_len, inputs.machine.gpus
@@ -266,7 +303,15 @@ def generation_gib(settings: Settings, inputs: PlanInputs, completions: int) -> 
     prefill = (1 if gpu else rows) * prompt_len * (heads * prompt_len * 2 * 3 + states)
     # Scores of one layer, and float32 logits with their copies in sampling.
     step = rows * (heads * length * 2 * 4 + config["vocab_size"] * 4 * 8)
-    return (cache + max(prefill, step)) / GIB
+    return dequantized_gib(settings, config, parts) + (cache + max(prefill, step)) / GIB
+
+
+def choose_expert_parts(settings: Settings, inputs: PlanInputs, room: float) -> int:
+    """The number of parts in which a layer's packed experts are dequantized: one if learning from the smallest
+    micro-batch then fits into `room` GiB, because parts take more time, else parts of SWIZZLED_AT_ONCE experts."""
+    if learning_gib(settings, inputs, settings.MICRO_BATCH or 1) <= room or settings.EXPERTS in ("bf16", None):
+        return 1
+    return int(-(-inputs.config["num_local_experts"] // SWIZZLED_AT_ONCE))
 
 
 def gains_speed(settings: Settings, inputs: PlanInputs, rows: int) -> bool:
@@ -281,15 +326,15 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
     """The memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH if they are `auto`.
 
     The estimate adds up BF16 weights, a float32 adapter with gradients and two AdamW moments, and the larger of rollout
-    and learning. EXPERTS=mxfp4 stores experts in 4.25 bits, with one layer dequantized at a time. With `shared`,
+    and learning. EXPERTS=mxfp4 stores experts in 4.25 bits; one layer at a time is dequantized. With `shared`,
     vLLM holds experts, embeddings and head on the GPU even while it sleeps, and the learner has none of its own; with
     `paged` the learner's leave the GPU while vLLM is awake."""
     config, machine, layers = inputs.config, inputs.machine, inputs.config["num_hidden_layers"]
     counts = count_parameters(config)
     weights, embeddings = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
-    packed = expert_elements(config) * layers * 4.25 / 8 / GIB
+    packed = packed_gib(config)
     if settings.EXPERTS not in ("bf16", None):
-        weights += packed + expert_elements(config) * 2 * (1 - layers) / GIB
+        weights += packed - expert_elements(config) * layers * 2 / GIB
     matrices = target_matrices(settings.LORA_TARGETS, layers)
     adapter = adapter_parameters(config, settings.LORA_R, matrices) * 16 / GIB
     nccl = NCCL_GIB if machine.gpus and machine.ranks > 1 else 0.0
@@ -308,40 +353,43 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
     where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
     room = free * (GPU_SHARE if machine.gpus else CPU_SHARE) - weights - adapter - nccl
     room -= engine.asleep if engine else 0.0
-    total = settings.completions_per_rollout
+    parts, total = choose_expert_parts(settings, inputs, room), settings.completions_per_rollout
     rank_completions = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
         useful = [n for n in divisors(rank_completions) if gains_speed(settings, inputs, n)] or [1]
-        micro = max((n for n in useful if learning_gib(settings, inputs, n) <= room), default=1)
-        fit = f"whose {learning_gib(settings, inputs, micro):.1f} GiB fit beside the weights in {where}"
+        micro = max((n for n in useful if learning_gib(settings, inputs, n, parts) <= room), default=1)
+        fit = f"whose {learning_gib(settings, inputs, micro, parts):.1f} GiB fit beside the weights in {where}"
         micro_reason = f"largest divisor of {rank_completions} up to {useful[-1]} {fit}"
     micro = min(micro, rank_completions)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if settings.DIRECT_ANSWERS:
         chunk, chunk_reason = micro, "nothing is generated: the learner's micro-batches choose one token a prompt"
     elif chunk is None:
-        chunk = max((n for n in divisors(total) if generation_gib(settings, inputs, n) <= room), default=1)
-        fit = f"whose cache and prefill ({generation_gib(settings, inputs, chunk):.1f} GiB) fit in {where}"
+        chunk = max((n for n in divisors(total) if generation_gib(settings, inputs, n, parts) <= room), default=1)
+        fit = f"whose cache and prefill ({generation_gib(settings, inputs, chunk, parts):.1f} GiB) fit in {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
     # Choosing tokens (DIRECT_ANSWERS) takes less memory than learning.
-    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, inputs, chunk)
-    learning = learning_gib(settings, inputs, micro)
+    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, inputs, chunk, parts)
+    learning = learning_gib(settings, inputs, micro, parts)
     # If there is room, all of the engine's weights stay on the GPU, so that sleeping and waking copy nothing.
     if engine and lent and learning <= room - engine.on_host:
         engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
     batches = micro, micro_reason, chunk, chunk_reason
-    return Plan(weights, adapter, generation, learning, *batches, engine, inputs.prompt_len, paged, nccl)
+    return Plan(weights, adapter, generation, learning, *batches, engine, inputs.prompt_len, paged, nccl, parts)
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:
     """Why a plan does not fit into the GPU's free memory, '' if it fits. GPU_SHARE of it may be used; by vLLM's rollout
-    all of it, because `plan_engine` leaves a margin unless the user sets VLLM_GPU_MEM."""
+    all of it, because `plan_engine` leaves a margin unless the user sets VLLM_GPU_MEM, and by its start, where nothing
+    varies."""
     free, engine = machine.gpu_free, plan.engine
     if engine and engine.cache < engine.cache_least:
         return f"vLLM would have {engine.cache:.1f} GiB of cache, but one completion may need {engine.cache_least:.1f}"
+    start = "vLLM's start", plan.start_peak, 1.0
     learning = f"learning in micro-batches of {plan.micro_batch}", plan.learning_peak, GPU_SHARE
-    for part, need, share in (learning, ("the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE)):
+    rollout = "the rollout", plan.rollout_peak, 1.0 if engine else GPU_SHARE
+    for part, need, share in (start, learning, rollout):
         if need > free * share:
             return f"{part} would need {need:.1f} GiB, {share:.0%} of the free memory are {free * share:.1f}"
     return ""

@@ -118,6 +118,9 @@ def processes_text(resolved: ResolvedRun) -> str:
 def memory_lines(plan: Plan, machine: Machine, direct: bool = False) -> Iterator[tuple[str, str]]:
     """(title, text) of each line about memory and batch sizes of one process. `direct`: nothing is generated."""
     yield "MICRO_BATCH", f"{plan.micro_batch}: {plan.micro_batch_reason}"
+    if plan.expert_parts > 1:
+        parts = f"{plan.expert_parts} parts of a layer's experts, one after the other"
+        yield "dequantized", f"{parts}: a whole layer does not fit"
     if engine := plan.engine:
         parts = f"weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f}"
         yield "vLLM awake", f"{parts} = {engine.awake:.1f} GiB; cache for {engine.cache_reason}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 
+from grpo.plan.memory import SWIZZLED_AT_ONCE
 from grpo.settings import log
 
 # TRL sets the same level of logging; with a lower one vLLM warns of every kernel that a rollout compiles
@@ -45,16 +46,40 @@ def vllm_environment() -> Iterator[None]:
 
 
 def patch_kernels() -> None:
-    """Repairs vLLM's copy of triton_kernels before the engine compiles any of it. If a repair fails, rollouts take
-    longer, with the same results."""
-    for patch in (compile_router_once, tune_decoding):
+    """Repairs vLLM's copy of triton_kernels before the engine uses any of it. If a repair fails, rollouts take longer
+    or the start takes more memory, with the same results."""
+    for patch in (swizzle_in_parts, compile_router_once, tune_decoding):
         try:
             from vllm.utils.import_utils import has_triton_kernels  # vLLM is optional
 
             if has_triton_kernels():
                 patch()
         except Exception as error:
-            log.warning("%s does not fit this vLLM (%r): rollouts may take a little longer", patch.__name__, error)
+            log.warning("%s does not fit this vLLM (%r): time or memory may be lost", patch.__name__, error)
+
+
+def swizzle_in_parts() -> None:
+    """Lets vLLM lay out the experts of a matrix for a Hopper card SWIZZLED_AT_ONCE at a time, with the same result.
+
+    The temporaries of all 128 experts of a gpt-oss-120b matrix take 9 GiB beside the loaded model, and with sleep mode
+    they stay in a pool that gives nothing back meanwhile: a card of 80 GB has no room for them. The experts of
+    gpt-oss-20b are one part. https://github.com/vllm-project/vllm/issues/34877; TensorRT-LLM did the same in
+    https://github.com/NVIDIA/TensorRT-LLM/pull/16125.
+    """
+    details = importlib.import_module("triton_kernels.tensor_details.layout_details.hopper_value")
+    layout = details.HopperMXValueLayout
+    swizzle_whole = layout.swizzle_data
+    if hasattr(swizzle_whole, "__wrapped__"):
+        return
+
+    @functools.wraps(swizzle_whole)
+    def swizzle_data(self: Any, data: torch.Tensor) -> torch.Tensor:
+        if self.mx_axis != 1 or len(data) <= SWIZZLED_AT_ONCE:
+            return swizzle_whole(self, data)
+        # The layout returns transposed views of contiguous tensors, and so must this.
+        return torch.cat([swizzle_whole(self, part).mT for part in data.split(SWIZZLED_AT_ONCE)]).mT
+
+    layout.swizzle_data = swizzle_data
 
 
 def compile_router_once() -> None:

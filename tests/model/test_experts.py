@@ -9,6 +9,7 @@ import pytest
 import torch
 from expert_models import config_of, load
 from interpreter import interpreted, third_party
+from torch.utils.checkpoint import checkpoint
 from transformers import GptOssConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -177,3 +178,31 @@ def test_without_checkpointing_packed_experts_are_dequantized_again_instead_of_k
             module.dequantize_again = again
         kept, gradient = kept_and_gradient(packed)
         assert kept == wide_kept + more and gradient.any() and torch.equal(gradient, expected)
+
+
+def test_experts_in_parts_are_those_of_a_whole_layer_bit_by_bit(tiny, monkeypatch):
+    """With gradient checkpointing, and where no token needs a part. Only a part is dequantized at a time."""
+    (module, *_), counts, dequantize = quantized_experts(load(tiny, "mxfp4")), [], experts.dequantize_mxfp4
+
+    def counted(blocks, scales):
+        counts.append(len(blocks))
+        return dequantize(blocks, scales)
+
+    monkeypatch.setattr(experts, "dequantize_mxfp4", counted)
+    g = torch.Generator().manual_seed(0)
+    states = torch.randn(20, 64, generator=g).bfloat16().requires_grad_()
+    used = torch.tensor([0, 1, 3])  # of 4 experts
+    index = torch.stack([used[torch.randperm(3, generator=g)[:2]] for _ in range(20)])
+    weights = torch.rand(20, 2, generator=g).softmax(-1).bfloat16()
+
+    def learned(parts):
+        module.parts, module.dequantize_again = parts, parts > 1
+        counts.clear()
+        output = checkpoint(experts_forward, module, states, index, weights, use_reentrant=False)
+        return output.detach(), torch.autograd.grad(output.float().square().sum(), states)[0], list(counts)
+
+    *whole, whole_counts = learned(1)
+    assert set(whole_counts) == {4} and all(tensor.any() for tensor in whole)
+    for parts, sizes in ((2, {2}), (3, {2}), (4, {1})):
+        *tensors, part_counts = learned(parts)
+        assert all(map(torch.equal, tensors, whole)) and set(part_counts) == sizes

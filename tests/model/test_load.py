@@ -89,11 +89,12 @@ def test_a_tokenizer_without_a_stop_token_is_named(copy):
         load_tokenizer(str(copy))
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_packed_experts_are_dequantized_again_where_no_layer_is_recomputed(tiny, checkpointing):
+@pytest.mark.parametrize(("checkpointing", "parts"), [(True, 1), (False, 1), (True, 4)])
+def test_packed_experts_are_dequantized_again_where_no_layer_is_recomputed(tiny, checkpointing, parts):
+    """Or where they are dequantized in parts."""
     settings = Settings(EXPERTS="mxfp4", GRADIENT_CHECKPOINTING=checkpointing)
-    modules = quantized_experts(load_base(settings, str(tiny), config_of(tiny), "eager"))
-    assert modules and {module.dequantize_again for module in modules} == {not checkpointing}
+    modules = quantized_experts(load_base(settings, str(tiny), config_of(tiny), "eager", parts))
+    assert modules and {(m.dequantize_again, m.parts) for m in modules} == {(parts > 1 or not checkpointing, parts)}
 
 
 @pytest.mark.parametrize("value", [torch.nan, 1e38])

@@ -22,6 +22,8 @@ from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
+BF16_CONFIG = REAL_CONFIG | {"quantization_config": None}
+
 
 def plan_inputs(machine=H100, config=REAL_CONFIG, prompt_len=940, attention="eager", packing="none", beside_vllm=False):
     return memory.PlanInputs(config, machine, prompt_len, attention, packing, beside_vllm)
@@ -62,7 +64,8 @@ def test_shared_weights_are_the_engines(tied):
     assert quantized.weights - shared.weights == pytest.approx(experts + tables)
     assert shared.learning_peak - quantized.learning_peak == pytest.approx(experts * 0.035)
     ours, theirs = shared.engine, quantized.engine
-    assert ours.weights == theirs.weights and ours.lent == pytest.approx(experts * 1.035 + tables)
+    assert theirs.weights - ours.weights == pytest.approx(experts * (1.08 - 1.035)), "other kernels may pad more"
+    assert ours.lent == pytest.approx(experts * 1.035 + tables)
     assert ours.asleep - theirs.asleep == pytest.approx(ours.lent) and ours.on_host == ours.weights - ours.lent
     assert theirs.on_host == theirs.weights and not theirs.lent
 
@@ -94,6 +97,98 @@ def test_paged_weights_are_away_while_vllm_is_awake():
     assert f"weights {paged.weights:.2f} (awake without {away:.2f})" in paged.parts
 
 
+def test_a_layer_is_dequantized_only_while_the_learner_computes():
+    """While vLLM is awake, packed experts take 4.25 bits for each 16 of BF16's, and no layer is dequantized."""
+    packed, wide = (plan(beside_vllm=True, EXPERTS=kind, MICRO_BATCH=1) for kind in ("mxfp4", "bf16"))
+    layer = 32 * 3 * 2880**2 * 2 / GIB
+    assert wide.rollout_peak - packed.rollout_peak == pytest.approx(24 * layer * (1 - 4.25 / 16))
+    assert packed.learning - wide.learning == pytest.approx(layer)
+
+
+def test_starting_vllm_takes_more_than_its_weights():
+    """By hand: 24 layers of 0.394 GiB packed. 5.5 of them and 5.9 more of up to 32 experts stay in vLLM's pool until
+    all weights are loaded, beside half a GiB of CUDA context."""
+    layer = 32 * 3 * 2880**2 * 4.25 / 8 / GIB
+    chosen = plan(beside_vllm=True, EXPERTS="shared")
+    assert chosen.engine.loading == pytest.approx(11.4 * layer + 0.5)
+    assert chosen.start_peak == pytest.approx(
+        chosen.weights + chosen.adapter + chosen.engine.weights + 11.4 * layer + 0.5
+    )
+    large = REAL_CONFIG | {"num_local_experts": 128}
+    assert memory.plan_memory(Settings(), with_vllm(config=large)).engine.loading == pytest.approx(27.9 * layer + 0.5)
+    assert memory.plan_memory(Settings(), with_vllm(config=BF16_CONFIG)).engine.loading == 0.5
+    for free, short in ((chosen.start_peak + 0.01, False), (chosen.start_peak - 0.01, True)):
+        need = memory.memory_shortfall(chosen, dataclasses.replace(H100, gpu_free=max(free, 0)))
+        assert need.startswith("vLLM's start would need 19.4 GiB") is short
+
+
+LARGE_CONFIG = REAL_CONFIG | {"num_hidden_layers": 36, "num_local_experts": 128}  # gpt-oss-120b
+
+
+@pytest.mark.parametrize(("free", "parts", "most"), [(78.6, 4, 16), (139.0, 1, 48)])
+def test_gpt_oss_120b_fits_one_card(free, parts, most):
+    """Planned for steps of 12 x 8 x 512. On a card of 80 GB a layer's experts are dequantized in parts; by hand: a part
+    of the larger matrix has 32 x 2,880 x 5,760 elements."""
+    inputs = with_vllm(free, LARGE_CONFIG, capability=9.0)
+    settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, ROLLOUT_SYNC="merge", USE_VLLM=True)
+    chosen = memory.plan_memory(settings, inputs)
+    assert not memory.memory_shortfall(chosen, inputs.machine) and not memory.host_shortfall(chosen, inputs.machine)
+    assert (chosen.expert_parts, chosen.micro_batch) == (parts, most)
+    assert "the rest waits" not in chosen.engine.cache_reason, "the cache holds a whole rollout"
+    sizes = {1: 128 * 3 * 2880**2 * 2, 4: 32 * 2880 * 5760 * 2}
+    for number, size in sizes.items():
+        assert memory.dequantized_gib(settings, LARGE_CONFIG, number) == pytest.approx(size / GIB)
+
+
+def test_gpt_oss_120b_takes_what_the_documentation_says():
+    """docs/install.md, row by row."""
+    text = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    pattern = r"\| ([\d.]+) \(H.*?\) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| micro-batches of (\d+)(.*) \|"
+    rows = re.findall(pattern, text)
+    assert len(rows) == 4
+    for free, completion, *peaks, micro, rest in rows:
+        settings = Settings(EXPERTS="shared", ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=int(completion.replace(",", "")))
+        machine = dataclasses.replace(H100, gpu_free=float(free), capability=9.0)
+        inputs = plan_inputs(machine, LARGE_CONFIG, 940, "torch_flash", "prefix", True)
+        chosen = memory.plan_memory(settings, inputs)
+        planned = chosen.start_peak, chosen.rollout_peak, chosen.learning_peak
+        assert [f"{peak:.1f}" for peak in planned] == peaks and str(chosen.micro_batch) == micro
+        assert ("parts" in rest) is (chosen.expert_parts > 1)
+
+
+WHOLE_H200 = 139.8
+# The constants of the plan were chosen with these rows in view, so their agreement is no independent proof.
+RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tokens; how far off the plan may be.
+    ("shared-h200", "shared_job_peak_gib", WHOLE_H200, {"EXPERTS": "shared"}, 0.05),
+    ("shared-h200", "bf16_job_peak_gib", WHOLE_H200, {"EXPERTS": "bf16"}, 0.05),
+    # Before training this measurement added up the tensors that vLLM had lent, as integers of 8 bytes: by calculation
+    # 6.3 GiB of its own beside the sleeping engine, 20.6 in all, which is the recorded peak. To be measured again.
+    ("shared-h200", "shared_22_job_peak_gib", 22.0, {"EXPERTS": "shared"}, 0.07),
+    (
+        "shared-kept-h200",
+        "shared_kept_job_peak_gib",
+        WHOLE_H200,
+        {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False, "MICRO_BATCH": 24},
+        0.05,
+    ),
+    ("shared-kept-h200", "paged_22_job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
+    ("step-h200", "job_peak_bf16_gib", WHOLE_H200, {"EXPERTS": "bf16", "MAX_COMPLETION_LEN": 4000}, 0.01),
+    ("step-h200", "w1_job_peak_mxfp4_gib", 40.0, {"EXPERTS": "mxfp4"}, 0.05),
+    # Without vLLM the CUDA context counts as a part of the tenth that stays free.
+    ("generate-h200", "job_peak_gib", 22.0, {"EXPERTS": "mxfp4", "USE_VLLM": False}, 0.09),
+]
+
+
+@pytest.mark.parametrize(("result", "figure", "free", "changes", "limit"), RECORDED)
+def test_the_plan_is_close_to_the_peaks_that_were_measured(result, figure, free, changes, limit):
+    figures = json.loads((ROOT / f"docs/results/{result}.json").read_text(encoding="utf-8"))["figures"]
+    (peak,) = (row["value"] for row in figures if row["name"] == figure)
+    settings = Settings(**{"MAX_COMPLETION_LEN": 512, "ROLLOUT_SYNC": "merge"} | changes)
+    machine = dataclasses.replace(H100, gpu_total=WHOLE_H200, gpu_free=free)
+    inputs = plan_inputs(machine, REAL_CONFIG, 930, "torch_flash", "prefix", settings.USE_VLLM is not False)
+    assert memory.plan_memory(settings, inputs).peak == pytest.approx(peak, rel=limit)
+
+
 def test_plan_obeys_and_grows():
     assert (plan(MICRO_BATCH=2).micro_batch, plan(MICRO_BATCH=2).micro_batch_reason) == (2, "set by MICRO_BATCH")
     assert plan(GRADIENT_CHECKPOINTING=False, MICRO_BATCH=1).learning > 2 * plan(MICRO_BATCH=1).learning
@@ -118,9 +213,9 @@ def test_a_step_without_vllm_fits_22_gib(free):
     machine, job = dataclasses.replace(H100, gpu_free=free), {"EXPERTS": "mxfp4", "MAX_COMPLETION_LEN": 512}
     chosen = plan(machine, **job)
     cache = 96 * 2 * 8 * 64 * 2 * 12 * (1452 + 128)
-    step = 96 * (64 * 1452 * 2 * 4 + 201_088 * 4 * 8)
+    step = 96 * (64 * 1452 * 2 * 4 + 201_088 * 4 * 8) + 32 * 3 * 2880**2 * 2  # The last is a layer, dequantized.
     assert chosen.generation_batch == 96 and chosen.generation == pytest.approx((cache + step) / GIB)
-    assert not memory.memory_shortfall(chosen, machine) and "4.1 GiB) fit in 2" in chosen.generation_batch_reason
+    assert not memory.memory_shortfall(chosen, machine) and "5.6 GiB) fit in 2" in chosen.generation_batch_reason
     assert plan(machine, EXPERTS="mxfp4").generation_batch == 32, "of 4,000 tokens"
     large = dataclasses.replace(CPU, ram_free=100.0)
     assert plan(large, GENERATION_BATCH=96, **job).generation > 5 * chosen.generation
@@ -146,7 +241,6 @@ def test_lora_size_is_pefts_own(tiny):
     assert adapter * GIB == pytest.approx(trainable * 16)
 
 
-BF16_CONFIG = REAL_CONFIG | {"quantization_config": None}
 NO_CHECKPOINTING = {"GRADIENT_CHECKPOINTING": False}
 LONG = {"USE_VLLM": False, "GENERATION_BATCH": 96, "MAX_COMPLETION_LEN": 26_000}
 LARGE_SHARE = {"VLLM_GPU_MEM": 0.9, "MAX_COMPLETION_LEN": 12_000}
@@ -161,6 +255,8 @@ ADVICE = [  # Free GiB, settings, config.json, and the settings that are named.
     (20.7, {"EXPERTS": "shared"}, REAL_CONFIG, ["EXPERTS", "EXPERTS", "USE_VLLM"]),
     (40.0, NO_CHECKPOINTING | {"MICRO_BATCH": 96}, BF16_CONFIG, []),
     (12.0, {}, REAL_CONFIG, []),
+    (74.0, {"EXPERTS": "shared"}, LARGE_CONFIG, ["EXPERTS", "USE_VLLM"]),
+    (66.0, {"EXPERTS": "shared"}, LARGE_CONFIG, []),
 ]
 
 
@@ -193,7 +289,7 @@ def test_cache_of_a_step(completion, gib):
     assert engine.cache * GIB == pytest.approx(block * (1 + 1024 + 12 * (58 + 8 * (whole - 58 + 10))))
     assert engine.cache == pytest.approx(gib, abs=0.1) and "the rest waits" not in engine.cache_reason
     assert 0 <= engine.max_model_len - 930 - completion < 1024 and engine.max_num_seqs == 96
-    assert 13.8 < engine.weights < 16 and engine.scratch > 0.5
+    assert engine.weights == pytest.approx(12.816 + 9.455 * 0.08, abs=0.001) and engine.scratch > 0.5
 
 
 def test_a_rollout_of_several_steps_is_planned_as_a_step_of_as_many_prompts():

@@ -41,9 +41,9 @@ def test_a_plan_is_of_one_process():
 @pytest.mark.parametrize(
     ("experts", "free", "words"),
     [
-        ("shared", 79.0, "15.9 GiB on the GPU, 0.0 GiB of host memory"),
-        ("shared", 22.0, "1.9 GiB of host memory (4 of 2 engines, 110 are free)"),
-        ("paged", 79.0, "25.5 GiB of host memory, 11.6 of them experts, embeddings and head of the learner (51 of 2"),
+        ("shared", 79.0, "15.2 GiB on the GPU, 0.0 GiB of host memory"),
+        ("shared", 22.0, "1.2 GiB of host memory (2 of 2 engines, 110 are free)"),
+        ("paged", 79.0, "25.2 GiB of host memory, 11.6 of them experts, embeddings and head of the learner (50 of 2"),
     ],
 )
 def test_the_host_memory_of_sleeping_engines_is_shown(experts, free, words):
@@ -60,7 +60,7 @@ def test_host_memory_is_shared():
         return problems
 
     problem = only(problems(TWO, 25.0))
-    assert "each of 2 sleeping engines needs 15.8 GiB of host memory, 25.0 GiB are free. Free some" in problem
+    assert "each of 2 sleeping engines needs 15.6 GiB of host memory, 25.0 GiB are free. Free some" in problem
     assert not problems(TWO, 25.0, EXPERTS="shared") and not problems(H100, 25.0)
     problem = only(problems(TWO, 50.0, EXPERTS="paged"))
     assert problem.endswith("or start fewer processes, or set EXPERTS=bf16"), "which fits, and is faster than no vLLM"

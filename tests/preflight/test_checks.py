@@ -13,7 +13,7 @@ from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
 from machines import CPU, H100, only
 
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
-from grpo.plan.memory import PlanInputs
+from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.preflight import banner, checks, resolve
 from grpo.preflight.choices import EXPERTS_REASONS
 from grpo.run.folder import RunState
@@ -223,6 +223,33 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     whole = dataclasses.replace(shapes_on(machine, True), config=REAL_CONFIG | {"quantization_config": None})
     assert resolve.resolve_experts(Settings(EXPERTS=None), whole) == ("bf16", "the checkpoint's are not quantized")
     assert not memory_problems(machine, True, EXPERTS=chosen), "it fits"
+
+
+LARGE_CONFIG = REAL_CONFIG | {"num_hidden_layers": 36, "num_local_experts": 128}  # gpt-oss-120b
+
+
+@pytest.mark.parametrize(
+    ("free", "completion", "parts", "problem"),
+    [
+        (139.0, 4000, 1, ""),
+        (78.6, 4000, 4, ""),
+        (78.6, 512, 4, ""),
+        (75.0, 512, 4, "75 of 80 GiB are free, and vLLM's start would need 76.2 GiB"),
+    ],
+)
+def test_gpt_oss_120b_is_planned_for_one_card(free, completion, parts, problem):
+    """With shared weights; what is printed of it, and what is refused."""
+    machine = dataclasses.replace(H100, capability=9.0, gpu_free=free)
+    inputs = dataclasses.replace(shapes_on(machine, True), config=LARGE_CONFIG)
+    settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=completion)
+    settings = dataclasses.replace(settings, EXPERTS=resolve.resolve_experts(settings, inputs)[0])
+    if problem:  # Where nothing fits, `auto` is paged.
+        settings = dataclasses.replace(settings, EXPERTS="shared")
+    lines = dict(banner.memory_lines(plan_memory(settings, inputs), machine))
+    assert settings.EXPERTS == "shared" and lines.get("dequantized", "1 part").startswith(f"{parts} part")
+    checks.check_memory(settings, inputs, problems := Problems())
+    assert len(problems) == bool(problem) and problem in "".join(problems)
+    assert not problem or "With all else as set, EXPERTS=mxfp4 and USE_VLLM=0 fits" in only(problems)
 
 
 def test_disk_space(tmp_path, monkeypatch):

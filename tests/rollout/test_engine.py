@@ -168,7 +168,7 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
     monkeypatch.setattr(Engine, "lend_weights", lend)
     pages = SimpleNamespace(nbytes=0, offload=log("offload"), reload=log("reload"))
     monkeypatch.setattr("grpo.rollout.engine.PagedWeights", lambda policy: pages)
-    plan = EnginePlan(1, 1, 1, "", 1, 1, 2048, 8, (1, 8))
+    plan = EnginePlan(1, 1, 1, 1, "", 1, 1, 2048, 8, (1, 8))
     engine = start_engine(Settings(EXPERTS=experts), plan, "/model", [], "policy")
     assert close_process_group in at_exit
     assert environment["TRITON_CACHE_DIR"] == (cache or triton.knobs.cache.dir)

@@ -207,6 +207,9 @@ RELIED_ON = {  # excerpts of a definition's source
     f"{TRITON}/matmul_ogs.py:PrecisionConfig": ["weight_scale:"],
     f"{TRITON}/tensor.py:Tensor": ["storage:"],
     f"{TRITON}/tensor.py:Storage": ["data:", "layout:"],
+    f"{TRITON}/tensor_details/layout_details/hopper_value.py:HopperMXValueLayout": [
+        "self.mx_axis = mx_axis", "batch = data.ndim - 2", "return data.mT",
+    ],
     # Patched kernels. In a newer triton_kernels the strides are no constants, and `compile_router_once` can go.
     f"{TRITON}/topk.py:topk_forward": ["_topk_forward["],
     f"{TRITON}/topk_details/_topk_forward.py:_topk_forward": ["stride_rn: tl.constexpr"],

@@ -95,8 +95,11 @@ for layer in layers:
 lent += [embedding.weight.data, head.weight.data]
 assert addresses == [tensor.data_ptr() for tensor in lent]
 before = [tensor.clone() for tensor in lent]
-for expected, tensor in zip(learned(packed), learned(shared), strict=True):
-    assert expected.any() and torch.equal(expected, tensor)
+for parts in (1, 3):
+    for layer in shared.model.layers:
+        layer.mlp.experts.parts, layer.mlp.experts.dequantize_again = parts, parts > 1
+    for expected, tensor in zip(learned(packed), learned(shared), strict=True):
+        assert expected.any() and torch.equal(expected, tensor)
 assert all(map(torch.equal, before, lent)), "written"
 print("all equal")
 """

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import triton
 import triton.language as tl
+from interpreter import interpreted, third_party
 
 from grpo.rollout.vllm_patches import patch_kernels
 
@@ -62,6 +63,7 @@ def modules(monkeypatch):
         "triton_kernels.topk": SimpleNamespace(topk_forward=topk_forward),
         "triton_kernels.tensor": SimpleNamespace(sum_bitmatrix_rows=sum_bitmatrix_rows),
         "triton_kernels.matmul_ogs": SimpleNamespace(matmul_ogs=matmul_ogs),
+        "triton_kernels.tensor_details.layout_details.hopper_value": SimpleNamespace(HopperMXValueLayout=MagicMock()),
     }
     for name, module in {"vllm": MagicMock(), "vllm.utils": MagicMock(), **fakes}.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -75,6 +77,32 @@ def test_the_router_is_not_compiled_for_every_number_of_tokens(modules, caplog):
     assert constants == [["stride_rm"], ["stride_bm"]]
     patch_kernels()  # So is a router that upstream repaired.
     assert (topk_forward(), sum_bitmatrix_rows()) == before and not caplog.records, "what is patched is left alone"
+
+
+IN_PARTS = """
+import torch
+from triton_kernels.tensor_details.layout import HopperMXValueLayout
+from grpo.rollout import vllm_patches
+
+data = torch.randint(256, (5, 96, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8).mT
+whole = HopperMXValueLayout(data.shape, mx_axis=1).swizzle_data(data)
+sizes = []
+inner = HopperMXValueLayout.swizzle_data
+HopperMXValueLayout.swizzle_data = lambda self, part: (sizes.append(len(part)), inner(self, part))[1]
+vllm_patches.SWIZZLED_AT_ONCE = 2
+vllm_patches.swizzle_in_parts()
+vllm_patches.swizzle_in_parts()
+parts = HopperMXValueLayout(data.shape, mx_axis=1).swizzle_data(data)
+assert torch.equal(parts, whole) and parts.stride() == whole.stride() and sizes == [2, 2, 1], sizes
+few = HopperMXValueLayout(data[:2].shape, mx_axis=1).swizzle_data(data[:2])
+assert torch.equal(few, whole[:2]) and sizes == [2, 2, 1, 2]
+print("all equal")
+"""
+
+
+def test_experts_are_laid_out_in_parts_as_they_are_at_once():
+    """By vLLM's own code: the same bytes in the same order in memory."""
+    interpreted(IN_PARTS, third_party())
 
 
 def test_what_moved_is_one_warning(modules, caplog):
