@@ -183,8 +183,9 @@ class Settings:
     PACKING: str | None = setting("Learner", None, choices=("prefix", "none"), resume=True, text=
         "`prefix` computes a prompt once for all its completions, `none` once for each; `auto`: prefix where the "
         "attention supports it.")
-    GRADIENT_CHECKPOINTING: bool = setting("Learner", True, tiny=False, resume=True, text=
-        "Recompute activations in the backward pass: much less memory, about a third more time.")
+    GRADIENT_CHECKPOINTING: bool | None = setting("Learner", None, tiny=False, resume=True, text=
+        "Recompute activations in the backward pass: much less memory, about a third more time; `auto`: unless those "
+        "of large micro-batches fit well.")
     LOSS_TYPE: str = setting(  # Each value is computed by `Learner.liger`, and the tests compare it with TRL's.
         "Learner", "bnpo", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"), text=
         "GRPO variant, TRL's names; the loss is Liger's.")

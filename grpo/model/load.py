@@ -172,7 +172,7 @@ def load_base(
     model.name_or_path = model_path if settings.MODEL_ID == "tiny" else settings.MODEL_ID
     for module in quantized_experts(model):
         module.parts = expert_parts
-        module.dequantize_again = expert_parts > 1 or not settings.GRADIENT_CHECKPOINTING
+        module.dequantize_again = expert_parts > 1 or settings.GRADIENT_CHECKPOINTING is False
     return model
 
 

@@ -66,6 +66,8 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     yield from evaluation_lines(resolved)
     yield "clip range", f"{s.EPSILON:g} below, {resolved.epsilon_high:g} above: {reasons['epsilon_high']}"
     if resolved.plan:
+        activations = "recomputed" if s.GRADIENT_CHECKPOINTING else "kept"
+        yield "activations", f"{activations}: {reasons['gradient_checkpointing']}"
         yield from memory_lines(resolved.plan, machine, s.DIRECT_ANSWERS)
     yield "OUTPUT_DIR", f"{run.folder}: {output_dir_text(resolved)}"
 

@@ -314,6 +314,7 @@ def run_records(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
     chosen |= {
         "sync": [settings.ROLLOUT_SYNC, resolved.reasons["rollout_sync"]],
         "experts": [settings.EXPERTS, resolved.reasons["experts"]],
+        "gradient_checkpointing": [settings.GRADIENT_CHECKPOINTING, resolved.reasons["gradient_checkpointing"]],
         "lora_targets": list(target_lines(settings.LORA_TARGETS, config, settings.LORA_R)) if config else None,
         "init_adapter": resolved.adapter.digest,
         "heldout": [len(resolved.eval_rows), resolved.reasons["heldout"]],

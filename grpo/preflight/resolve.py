@@ -16,19 +16,20 @@ from grpo.data.scoring import is_by_action, reward_specs
 from grpo.plan import hub
 from grpo.plan.hub import ModelConfig, ModelFiles
 from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, installed_versions, read_machine
-from grpo.plan.memory import Plan, PlanInputs, plan_memory
+from grpo.plan.memory import KEPT_SHARE, LEAST_KEPT_TOKENS, Plan, PlanInputs, micro_batch_tokens, plan_memory
 from grpo.plan.targets import expert_words
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
 from grpo.run.folder import RunState
 from grpo.run.layout import run_folder
 from grpo.run.ranks import Ranks
-from grpo.settings import Problems, Settings
+from grpo.settings import Problems, Settings, show
 from grpo.tasks.simulator import SimulationPlan, load_simulator
 
 # These replace the settings of a run with DIRECT_ANSWERS: it takes each prompt once, chooses one token, and generates
 # nothing.
 DIRECT_SETTINGS = {"NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1, "USE_VLLM": False}
+AUTO_SETTINGS = ("EXPERTS", "ROLLOUT_SYNC", "GRADIENT_CHECKPOINTING")  # `resolve` replaces `auto` in the settings.
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def read_facts(
 class ResolvedRun(Facts):
     """Everything that is known about a run before anything heavy is imported: the facts, and every choice.
 
-    `settings` hold the chosen EXPERTS, ROLLOUT_SYNC and TOTAL_STEPS, the shape of INIT_ADAPTER, and DIRECT_SETTINGS
-    with DIRECT_ANSWERS. In this form they are recorded, and compared when a run continues. `reasons` says why each
+    `settings` hold the chosen AUTO_SETTINGS and TOTAL_STEPS, the shape of INIT_ADAPTER, and DIRECT_SETTINGS with
+    DIRECT_ANSWERS. In this form they are recorded, and compared when a run continues. `reasons` says why each
     value was chosen, by the name of its field here or of its setting in lower case.
     """
 
@@ -147,13 +148,28 @@ def resolve_experts(settings: Settings, inputs: PlanInputs) -> tuple[str, str]:
     return chosen, choices.EXPERTS_REASONS[chosen]
 
 
+def resolve_checkpointing(settings: Settings, inputs: PlanInputs) -> tuple[bool, str]:
+    """(GRADIENT_CHECKPOINTING, reason) of a run with these settings. Without it a step takes less time if micro-batches
+    stay large and memory is not nearly full (`KEPT_SHARE`)."""
+    machine = inputs.machine
+    if settings.GRADIENT_CHECKPOINTING is not None:
+        return settings.GRADIENT_CHECKPOINTING, f"GRADIENT_CHECKPOINTING={show(settings.GRADIENT_CHECKPOINTING)}"
+    if not machine.gpus:
+        return True, "no GPU: it saves memory"
+    plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=False), inputs)
+    tokens = micro_batch_tokens(settings, plan.micro_batch, inputs.prompt_len, inputs.share_prompts)
+    if plan.learning_peak <= machine.gpu_free * KEPT_SHARE and tokens >= LEAST_KEPT_TOKENS:
+        return False, f"there is room for all that micro-batches of {tokens:,} tokens keep"
+    return True, f"without it there is no room for micro-batches of {LEAST_KEPT_TOKENS:,} tokens"
+
+
 def resolve_sources(settings: Settings, facts: Facts) -> dict[str, str]:
     """The source of each setting of a resolved run, by name."""
     sources = dict(facts.sources)
     sources |= {name: "INIT_ADAPTER" for name in facts.adapter.settings if sources[name] != "environment"}
     if settings.NUM_TRAIN_EPOCHS is not None and sources["TOTAL_STEPS"] != "environment":
         sources["TOTAL_STEPS"] = "chosen"
-    sources |= {name: "chosen" for name in ("EXPERTS", "ROLLOUT_SYNC") if getattr(settings, name) is None}
+    sources |= {name: "chosen" for name in AUTO_SETTINGS if getattr(settings, name) is None}
     return sources | (dict.fromkeys(DIRECT_SETTINGS, "chosen") if settings.DIRECT_ANSWERS else {})
 
 
@@ -177,12 +193,16 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     attention, reasons["attention"] = choices.choose_attention(settings.ATTN_IMPL, machine.gpus)
     packing, reasons["packing"] = choices.choose_packing(settings.PACKING, attention, machine.gpus)
     inputs, experts, reasons["experts"] = None, settings.EXPERTS or "bf16", "there is no model"
+    reasons["gradient_checkpointing"] = "there is no model"
     if facts.files:
         prompt_len = facts.longest_prompt or settings.MAX_PROMPT_LEN
         beside_vllm = use_vllm and bool(machine.gpus)
         inputs = PlanInputs(facts.files.config, machine, prompt_len, attention, packing, beside_vllm)
         experts, reasons["experts"] = resolve_experts(settings, inputs)
     settings = dataclasses.replace(settings, EXPERTS=experts, TOTAL_STEPS=steps)
+    if inputs:
+        checkpointing, reasons["gradient_checkpointing"] = resolve_checkpointing(settings, inputs)
+        settings = dataclasses.replace(settings, GRADIENT_CHECKPOINTING=checkpointing)
 
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)
     specs: list[tuple[str, float]] = []

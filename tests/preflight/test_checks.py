@@ -225,6 +225,21 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     assert not memory_problems(machine, True, EXPERTS=chosen), "it fits"
 
 
+@pytest.mark.parametrize(
+    ("free", "setting", "recomputed", "micro_batch"),
+    [(139.0, None, False, 32), (79.0, None, True, 48), (79.0, False, False, 12), (139.0, True, True, 48)],
+)
+def test_activations_are_kept_where_large_micro_batches_leave_room(free, setting, recomputed, micro_batch):
+    inputs = shapes_on(dataclasses.replace(H100, capability=9.0, gpu_free=free), True)
+    settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, GRADIENT_CHECKPOINTING=setting)
+    chosen, reason = resolve.resolve_checkpointing(settings, inputs)
+    plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=chosen), inputs)
+    assert (chosen, plan.micro_batch) == (recomputed, micro_batch)
+    assert chosen or plan.learning_peak < 0.6 * free
+    assert "GRADIENT_CHECKPOINTING=" in reason if setting is not None else "tokens" in reason
+    assert resolve.resolve_checkpointing(settings, shapes_on(CPU, False))[0] == (setting is not False)
+
+
 LARGE_CONFIG = REAL_CONFIG | {"num_hidden_layers": 36, "num_local_experts": 128}  # gpt-oss-120b
 
 
