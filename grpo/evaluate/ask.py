@@ -18,9 +18,9 @@ from grpo.data.files import REWARD_COLUMN, Row, read_csv, read_messages
 from grpo.data.prompts import render_rows
 from grpo.evaluate.adapter import check_model, load_run_settings
 from grpo.evaluate.models import start_model
+from grpo.plan.engine import vllm_rank
 from grpo.plan.hub import ModelFiles, read_json
 from grpo.plan.machine import Machine, read_machine
-from grpo.plan.memory import vllm_rank
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.rollout.engine import vllm_modules
 from grpo.settings import InputError, Problems, Settings

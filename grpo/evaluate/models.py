@@ -24,9 +24,9 @@ from grpo.learn.expected_reward import action_tokens
 from grpo.learn.trainer import Trainer
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer
+from grpo.plan.engine import plan_engine
 from grpo.plan.hub import ModelFiles, fetch_weights
 from grpo.plan.machine import Machine
-from grpo.plan.memory import plan_engine
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
 from grpo.rollout.decode import shared_prefill

@@ -17,8 +17,8 @@ import torch
 from torch.nn import Module
 
 from grpo.phases import LINE_S, Phase
+from grpo.plan.engine import BATCHED_TOKENS, EnginePlan, vllm_rank
 from grpo.plan.machine import GIB
-from grpo.plan.memory import BATCHED_TOKENS, EnginePlan, vllm_rank
 from grpo.plan.targets import expert_words
 from grpo.rollout.paged_weights import PagedWeights
 from grpo.rollout.shared_weights import share_weights

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from grpo.plan.memory import SWIZZLED_AT_ONCE
+from grpo.plan.engine import SWIZZLED_AT_ONCE
 from grpo.settings import log
 
 # TRL sets the same level of logging; with a lower one vLLM warns of every kernel that a rollout compiles

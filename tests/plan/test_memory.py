@@ -18,6 +18,7 @@ from peft import LoraConfig, get_peft_model
 import train_grpo
 from grpo.model.load import load_model
 from grpo.plan import memory
+from grpo.plan.engine import capture_sizes
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
@@ -311,7 +312,7 @@ def test_a_share_and_little_room_shrink_the_cache():
 @given(st.integers(17, 4096))
 def test_capture_sizes(most):
     """A batch runs in the next larger graph: its own up to 16, at most a quarter more from there on."""
-    sizes = memory.capture_sizes(most)
+    sizes = capture_sizes(most)
     assert sizes[:16] == tuple(range(1, 17)) and sizes[-1] == most
     assert all(size < larger <= size * 1.25 for size, larger in zip(sizes[15:], sizes[16:], strict=False))
     assert len(sizes) <= 16 + 4 * max(0, math.log2(most) - 4) + 1

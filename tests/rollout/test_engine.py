@@ -17,9 +17,10 @@ from engines import prompts_of, set_adapter
 from machines import H100
 
 from grpo.evaluate.models import TrainedModel
+from grpo.plan.engine import EnginePlan, capture_sizes
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import GIB
-from grpo.plan.memory import EnginePlan, PlanInputs, capture_sizes, plan_memory
+from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.rollout.engine import (
     Engine,
     EngineError,
