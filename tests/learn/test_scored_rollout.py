@@ -45,16 +45,20 @@ def test_the_engines_ratio_counts_once(tiny, tmp_path, mode):
     assert apart(shared, alone) < 1e-5
 
 
-def test_a_sequence_above_the_limit_is_left_out(tiny, tmp_path):
-    trainer = plain_float32(make(tiny, tmp_path, IS_CORRECTION="sequence_mask", IS_CLIP_MAX=4.0, **SHARED))
+@pytest.mark.parametrize("mode", ["sequence_mask", "sequence_truncate"])
+def test_a_sequence_above_the_limit_counts_less(tiny, tmp_path, mode):
+    """With sequence_mask not at all, with sequence_truncate as much as the limit is of its ratio."""
+    limit = 4.0
+    trainer = plain_float32(make(tiny, tmp_path, IS_CORRECTION=mode, IS_CLIP_MAX=limit, **SHARED))
     inputs = batch(trainer, sampled=True)
     inputs["old_per_token_logps"] = sampled = inputs["sampling_per_token_logps"]
     ratios = ((policy_logps(trainer, inputs) - sampled) * inputs["completion_mask"]).nan_to_num(nan=0.0).sum(1).exp()
-    assert (ratios > 4).tolist().count(True) in (1, 2, 3)
+    assert (ratios > limit).tolist().count(True) in (1, 2, 3)
     gradient = loss_and_gradients(trainer, inputs, 2)[1]
     trainer.run.settings = dataclasses.replace(trainer.run.settings, IS_CORRECTION="none")
-    left = inputs | {"advantages": inputs["advantages"].masked_fill(ratios > 4, 0.0)}
-    assert apart(gradient, loss_and_gradients(trainer, left, 2)[1]) < 1e-5
+    weights = torch.where(ratios > limit, limit / ratios if mode == "sequence_truncate" else torch.zeros(()), 1.0)
+    corrected = inputs | {"advantages": inputs["advantages"] * weights}
+    assert apart(gradient, loss_and_gradients(trainer, corrected, 2)[1]) < 1e-5
 
 
 def test_vllms_log_probs_are_the_old_ones(tiny, tmp_path):
