@@ -98,12 +98,13 @@ def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
     return values
 
 
-def many_figures(results: Mapping[tuple[int, int], Json], prompts: int) -> list[Figure]:
-    """Figures of the runs that have ended, by GPUs and prompts of the whole step, given the prompts of one GPU."""
+def many_figures(results: Mapping[tuple[int, int], Json], prompts: int, group: int = GROUP) -> list[Figure]:
+    """Figures of the runs that have ended, by GPUs and prompts of the whole step, given the prompts of one GPU and the
+    completions of a prompt (`group`)."""
     figures, speedup = [], "step time of one GPU divided by that of these"
     for (gpus, count), values in results.items():
-        name, tokens = f"{gpus}x{count * GROUP}", count * GROUP * values["tokens_mean"]
-        size = f"{gpus} GPUs, {count} prompts x {GROUP} completions x {values['tokens_mean']:.0f} tokens in all"
+        name, tokens = f"{gpus}x{count * group}", count * group * values["tokens_mean"]
+        size = f"{gpus} GPUs, {count} prompts x {group} completions x {values['tokens_mean']:.0f} tokens in all"
         figures += [
             figure(f"{name}_step_s", values["step_s"], "s", f"{size}: mean of steps 2 and 3"),
             figure(f"{name}_rollout_s", values["rollout_s"], "s", "its rollout, until every GPU has all completions"),
@@ -129,6 +130,7 @@ def bench_many(options: argparse.Namespace) -> int:
     if options.child:
         return many_child(options)
     results: dict[tuple[int, int], Json] = {}
+    group = int(dict(options.set).get("NUM_GENERATIONS", GROUP))
     # Weak scaling comes first, and the large step last, as it takes longest.
     sizes = {(options.prompts * size, gpus) for gpus in options.gpus for size in (1, gpus, LARGE)}
     for prompts, gpus in sorted(sizes, key=lambda size: (size[0] != size[1] * options.prompts, size)):
@@ -136,5 +138,5 @@ def bench_many(options: argparse.Namespace) -> int:
         if not results[gpus, prompts]:
             print(f"{prompts} prompts on {gpus} GPUs: the run failed, see above", file=sys.stderr)
             return 1
-        write(Path(options.out), many_figures(results, options.prompts))
+        write(Path(options.out), many_figures(results, options.prompts, group))
     return 0

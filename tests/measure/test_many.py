@@ -49,5 +49,9 @@ def test_weak_and_strong_scaling(tmp_path, monkeypatch):
     assert figures["2x96_host_gib"] == 20 and "2x96_sum_ms" not in figures
     assert scaling == {"weak_2": 0.8, "strong_2x96": 1.6, "strong_2x384": 2.0}
     assert figures["2x384_tok_s"] == 384 * 512 / 15 and sum(name.endswith("_step_s") for name in figures) == 5
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--set", "NUM_GENERATIONS=4"])
+    assert bench.main() == 0
+    figures = {row["name"]: row["value"] for row in read_json(tmp_path / "many.json")["figures"]}
+    assert figures["2x192_tok_s"] == 192 * 512 / 15
     monkeypatch.setattr(many, "run_many", lambda *arguments: {})
     assert bench.main() == 1
