@@ -56,6 +56,7 @@ def build(settings, tiny, folder, ranks=None, rows=None):
 def make(tiny, folder, ranks=None, rows=None, **changes):
     """A trainer with few, short completions."""
     small = {"PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 2, "MAX_COMPLETION_LEN": 8, "TOTAL_STEPS": 2, "SEED": 3}
+    small["GRADIENT_CHECKPOINTING"] = True  # `resolve`, which replaces `auto`, is not called here.
     return build(
         Settings(**{"MODEL_ID": "tiny", "OUTPUT_DIR": str(folder)} | small | changes), tiny, folder, ranks, rows
     )

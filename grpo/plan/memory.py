@@ -244,16 +244,19 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
 
     free = machine.gpu_free if machine.gpus else machine.ram_share
     where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
-    gpu_share = KEPT_SHARE if settings.GRADIENT_CHECKPOINTING is False else GPU_SHARE
-    room = free * (gpu_share if machine.gpus else CPU_SHARE) - weights - adapter - nccl
-    room -= engine.asleep if engine else 0.0
+    share = learning_share = GPU_SHARE if machine.gpus else CPU_SHARE
+    if machine.gpus and settings.GRADIENT_CHECKPOINTING is False:
+        learning_share = KEPT_SHARE
+    held = weights + adapter + nccl + (engine.asleep if engine else 0.0)
+    room, learning_room = free * share - held, free * learning_share - held
     parts, total = choose_expert_parts(settings, inputs, room), settings.completions_per_rollout
     rank_completions = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
         useful = [n for n in divisors(rank_completions) if gains_speed(settings, inputs, n)] or [1]
-        micro = max((n for n in useful if learning_gib(settings, inputs, n, parts) <= room), default=1)
-        fit = f"whose {learning_gib(settings, inputs, micro, parts):.1f} GiB fit beside the weights in {where}"
+        micro = max((n for n in useful if learning_gib(settings, inputs, n, parts) <= learning_room), default=1)
+        size = learning_gib(settings, inputs, micro, parts)
+        fit = f"whose {size:.1f} GiB fit beside the weights in {learning_share:.0%} of {where}"
         micro_reason = f"largest divisor of {rank_completions} up to {useful[-1]} {fit}"
     micro = min(micro, rank_completions)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
@@ -261,13 +264,14 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
         chunk, chunk_reason = micro, "nothing is generated: the learner's micro-batches choose one token a prompt"
     elif chunk is None:
         chunk = max((n for n in divisors(total) if generation_gib(settings, inputs, n, parts) <= room), default=1)
-        fit = f"whose cache and prefill ({generation_gib(settings, inputs, chunk, parts):.1f} GiB) fit in {where}"
+        size = generation_gib(settings, inputs, chunk, parts)
+        fit = f"whose cache and prefill ({size:.1f} GiB) fit in {share:.0%} of {where}"
         chunk_reason = f"largest divisor of {total} {fit}"
     # Choosing tokens (DIRECT_ANSWERS) takes less memory than learning.
     generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, inputs, chunk, parts)
     learning = learning_gib(settings, inputs, micro, parts)
     # If there is room, all of the engine's weights stay on the GPU, so that sleeping and waking copy nothing.
-    if engine and lent and learning <= room - engine.on_host:
+    if engine and lent and learning <= learning_room - engine.on_host:
         engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
     batches = micro, micro_reason, chunk, chunk_reason
     return Plan(weights, adapter, generation, learning, *batches, engine, inputs.prompt_len, paged, nccl, parts)

@@ -257,6 +257,8 @@ def merge_rank_problems(resolved: ResolvedRun, problems: Problems) -> Problems:
     """The problems of all ranks, the same list on every rank: each problem once, with the ranks that have it unless all
     do. If there is none, the list holds the first setting or other input that differs between ranks."""
     ranks, rank_input = resolved.ranks, {name: show(value) for name, value in vars(resolved.settings).items()}
+    if resolved.sources["GRADIENT_CHECKPOINTING"] == "chosen":  # By each rank's memory, as its micro-batches are.
+        rank_input["GRADIENT_CHECKPOINTING"] = "auto"
     rank_input |= {"GPUs": str(resolved.machine.gpus), "vLLM": "used" if resolved.use_vllm else "not used"}
     rank_input |= {"rows of DATA and EVAL_DATA": data_fingerprint([*resolved.rows, *resolved.eval_rows])[:8]}
     texts, rank_inputs = zip(*ranks.share((problems, rank_input)), strict=True)

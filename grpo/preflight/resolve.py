@@ -158,9 +158,11 @@ def resolve_checkpointing(settings: Settings, inputs: PlanInputs) -> tuple[bool,
         return True, "no GPU: it saves memory"
     plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=False), inputs)
     tokens = micro_batch_tokens(settings, plan.micro_batch, inputs.prompt_len, inputs.share_prompts)
-    if plan.learning_peak <= machine.gpu_free * KEPT_SHARE and tokens >= LEAST_KEPT_TOKENS:
-        return False, f"there is room for all that micro-batches of {tokens:,} tokens keep"
-    return True, f"without it there is no room for micro-batches of {LEAST_KEPT_TOKENS:,} tokens"
+    if plan.learning_peak > machine.gpu_free * KEPT_SHARE:
+        return True, f"without it micro-batches of {tokens:,} tokens would take over {KEPT_SHARE:.0%} of the memory"
+    if tokens < LEAST_KEPT_TOKENS:
+        return True, f"without it micro-batches would have {tokens:,} tokens, fewer than {LEAST_KEPT_TOKENS:,}"
+    return False, f"there is room for all that micro-batches of {tokens:,} tokens keep"
 
 
 def resolve_sources(settings: Settings, facts: Facts) -> dict[str, str]:

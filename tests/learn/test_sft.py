@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import sft
@@ -16,7 +18,7 @@ from conftest import CLEAN, RENDERED, ROOT, read_csv, run_script, write_csv
 from machines import only
 from safetensors.torch import load_file
 
-from grpo.learn.sft import sft_options, tokenize_pairs
+from grpo.learn.sft import learn_answers, sft_options, tokenize_pairs
 from grpo.model.load import load_tokenizer
 from grpo.preflight.checks import preflight
 from grpo.preflight.sft import sft_preflight
@@ -84,6 +86,16 @@ def test_only_the_answer_has_labels(tiny):
     for ids, labels, prompt in zip(rows["input_ids"], rows["labels"], prompts[::2], strict=True):
         assert tokenizer.decode(ids) == prompt + answer and len(ids) == len(labels)
         assert tokenizer.decode([label for label in labels if label != -100]) == answer
+
+
+def test_sft_dequantizes_experts_in_as_many_parts_as_planned(tmp_path, monkeypatch):
+    resolved, answers = sft_preflight(ENVIRON, tmp_path / "out")
+    resolved = dataclasses.replace(resolved, plan=dataclasses.replace(resolved.plan, expert_parts=4))
+    load = Mock(side_effect=ValueError)
+    monkeypatch.setattr("grpo.learn.sft.load_base", load)
+    with pytest.raises(ValueError):
+        learn_answers(resolved, answers)
+    assert load.call_args.args[-1] == 4
 
 
 @pytest.mark.parametrize(("rows", "micro", "times"), [(1, 1, 12), (5, 4, 3), (64, 12, 1)])

@@ -12,7 +12,7 @@ from ranked import in_ranks
 
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import NCCL_GIB, PlanInputs, plan_memory
-from grpo.preflight import checks
+from grpo.preflight import checks, resolve
 from grpo.preflight.banner import banner, memory_lines
 from grpo.run.folder import RunState
 from grpo.settings import Problems, Settings
@@ -70,10 +70,19 @@ def checked(ranks, tmp_path, own):
     """The problems, or step and batch of a resumed run, of which each process sees its `own` environment."""
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"} | own[ranks.rank]
     machine = H100 if environ.pop("GPU", "") else CPU
+    if environ.get("GRADIENT_CHECKPOINTING") == "auto":  # As if only one of the GPUs had room for all activations.
+        resolve.resolve_checkpointing = lambda *_: (bool(ranks.rank), "test")
     checks.inspect_run = lambda *_: RunState(tmp_path, 9, tmp_path, True, {"plan": {"generation_batch": ranks.size}})
     resolved = checks.preflight(environ, machine, ranks)
     assert resolved.problems or "2, each with its own model: 4, 4 of 8 prompts" in banner(resolved)
     return list(resolved.problems) or [resolved.run.step, resolved.plan.generation_batch]
+
+
+def test_activations_may_be_kept_on_some_gpus_alone(tmp_path):
+    auto = {"USE_VLLM": "0", "ATTN_IMPL": "eager", "EXPERTS": "bf16", "GRADIENT_CHECKPOINTING": "auto"}
+    assert in_ranks(2, checked, tmp_path, [auto, auto]) == [[9, 2], [9, 2]]
+    (problem,), _ = in_ranks(2, checked, tmp_path, [auto, auto | {"GRADIENT_CHECKPOINTING": "1"}])
+    assert problem.startswith("GRADIENT_CHECKPOINTING: auto on rank 0 and 1 on rank 1")
 
 
 @pytest.mark.parametrize(

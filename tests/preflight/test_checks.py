@@ -240,6 +240,21 @@ def test_activations_are_kept_where_large_micro_batches_leave_room(free, setting
     assert resolve.resolve_checkpointing(settings, shapes_on(CPU, False))[0] == (setting is not False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"MICRO_BATCH": 4}, "without it micro-batches would have 2,988 tokens, fewer than 12,000"),
+        ({"MICRO_BATCH": 48}, "without it micro-batches of 30,216 tokens would take over 60% of the memory"),
+        ({}, "there is room for all that micro-batches of 20,144 tokens keep"),
+    ],
+)
+def test_the_reason_why_activations_are_recomputed_is_the_true_one(changes, reason):
+    """An H200 has room for micro-batches of 12,000 tokens: MICRO_BATCH asks for others."""
+    inputs = shapes_on(dataclasses.replace(H100, capability=9.0, gpu_free=139.0), True)
+    settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, **changes)
+    assert resolve.resolve_checkpointing(settings, inputs) == (bool(changes), reason)
+
+
 LARGE_CONFIG = REAL_CONFIG | {"num_hidden_layers": 36, "num_local_experts": 128}  # gpt-oss-120b
 
 
