@@ -59,8 +59,8 @@ def headline() -> str:
     """The README's sentence about speed and memory."""
     values = recorded_values("shared-h200.json") | recorded_values("shared-kept-h200.json")
     text = f"""On an H200, with random weights, 12 x 8 completions of 512 tokens take
-        {values["shared_kept_step_s"]:.1f} s and {values["shared_kept_job_peak_gib"]:.0f} GiB a step with
-        `MICRO_BATCH=24`, {values["shared_step_s"]:.1f} s and {values["shared_job_peak_gib"]:.0f} GiB with
+        {values["shared_kept_step_s"]:.1f} s and {values["shared_kept_job_peak_gib"]:.0f} GiB a step,
+        {values["shared_step_s"]:.1f} s and {values["shared_job_peak_gib"]:.0f} GiB with
         `GRADIENT_CHECKPOINTING=1`, {values["shared_22_step_s"]:.1f} s and
         {values["shared_22_job_peak_gib"]:.0f} GiB with 22 free ([figures](docs/learner.md#experts))."""
     text = " ".join(text.split())

@@ -125,7 +125,7 @@ def unshared_reason(sync: str | None, config: ModelConfig | None, machine: Machi
 GPU_SHARE, CPU_SHARE = 0.9, 0.5
 # The same of a GPU where autograd keeps activations, and the least tokens of a micro-batch with which that is faster: a
 # half full H200 learned a quarter faster so (15,000 tokens), an H100 that was 87% full a quarter more slowly.
-KEPT_SHARE, LEAST_KEPT_TOKENS = 0.6, 12_000
+KEPT_SHARE, LEAST_KEPT_TOKENS = 0.5, 12_000
 MICRO_BATCH_TOKENS = 50_000  # Micro-batches with more tokens are not faster per token.
 BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
 HEAD_TILE = 32768  # Vocabulary entries in a tile of logits, as in TRL.

@@ -227,7 +227,7 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
 
 @pytest.mark.parametrize(
     ("free", "setting", "recomputed", "micro_batch"),
-    [(139.0, None, False, 32), (79.0, None, True, 48), (79.0, False, False, 12), (139.0, True, True, 48)],
+    [(139.8, None, False, 24), (79.0, None, True, 48), (79.0, False, False, 8), (139.0, True, True, 48)],
 )
 def test_activations_are_kept_where_large_micro_batches_leave_room(free, setting, recomputed, micro_batch):
     inputs = shapes_on(dataclasses.replace(H100, capability=9.0, gpu_free=free), True)
@@ -235,7 +235,7 @@ def test_activations_are_kept_where_large_micro_batches_leave_room(free, setting
     chosen, reason = resolve.resolve_checkpointing(settings, inputs)
     plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=chosen), inputs)
     assert (chosen, plan.micro_batch) == (recomputed, micro_batch)
-    assert chosen or plan.learning_peak < 0.6 * free
+    assert chosen or plan.learning_peak < 0.5 * free
     assert "GRADIENT_CHECKPOINTING=" in reason if setting is not None else "tokens" in reason
     assert resolve.resolve_checkpointing(settings, shapes_on(CPU, False))[0] == (setting is not False)
 
@@ -244,8 +244,8 @@ def test_activations_are_kept_where_large_micro_batches_leave_room(free, setting
     ("changes", "reason"),
     [
         ({"MICRO_BATCH": 4}, "without it micro-batches would have 2,988 tokens, fewer than 12,000"),
-        ({"MICRO_BATCH": 48}, "without it micro-batches of 30,216 tokens would take over 60% of the memory"),
-        ({}, "there is room for all that micro-batches of 20,144 tokens keep"),
+        ({"MICRO_BATCH": 48}, "without it micro-batches of 30,216 tokens would take over 50% of the memory"),
+        ({}, "there is room for all that micro-batches of 15,108 tokens keep"),
     ],
 )
 def test_the_reason_why_activations_are_recomputed_is_the_true_one(changes, reason):
