@@ -23,8 +23,9 @@ from machines import H100
 from stub_vllm import SYNCS
 
 from grpo.evaluate.ask import serve_commands
+from grpo.plan.engine import LORA_RANKS
 from grpo.plan.hub import REAL_CONFIG
-from grpo.plan.memory import LORA_RANKS, PlanInputs, plan_memory
+from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.preflight.choices import VLLM_COLDEST
 from grpo.rollout.engine import Engine, engine_arguments
 from grpo.rollout.vllm_patches import VLLM_SWITCHES
