@@ -169,6 +169,7 @@ class VllmModel(EvaluatedModel):
             PROMPTS_PER_STEP=min(len(prompts), MOST_AT_ONCE),
             STEPS_PER_GENERATION=1,
             NUM_GENERATIONS=1,
+            DRAFT_MODEL="",
         )
         longest = max(map(len, self.tokenizer(text=list(dict.fromkeys(prompts)))["input_ids"])) + 32
         plan = plan_engine(s, files.config, machine, longest, 0.0)

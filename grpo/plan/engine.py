@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grpo.plan.hub import ModelConfig, checkpoint_gib, has_mxfp4, packed_gib
+from grpo.plan.hub import DraftModel, ModelConfig, checkpoint_gib, has_mxfp4, packed_gib
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import EXPERT_PARAMETERS, adapter_parameters, expert_words
 from grpo.settings import Settings
@@ -21,6 +21,7 @@ SWIZZLED = 1.035  # The same in the only layout that the learner can read (measu
 # allocator gives 4.2, and 10.2 for 120b. Both follow from these numbers of packed layers, and of parts of them.
 LOADING_LAYERS, LOADING_PARTS = 5.5, 5.9
 SWIZZLED_AT_ONCE = 32  # Experts of a matrix in a part (grpo/rollout/vllm_patches.py).
+DRAFT_TOKENS = 3  # Tokens that a draft model guesses in each decoding step.
 CONTEXT_GIB = 0.5  # The CUDA context of a process that has computed nothing yet.
 ASLEEP_GIB = 2.1  # GPU memory of a sleeping engine: CUDA context, graphs, workspaces and kernels (measured).
 
@@ -70,22 +71,31 @@ def capture_sizes(largest: int) -> tuple[int, ...]:
 
 
 def plan_engine(
-    settings: Settings, config: ModelConfig, machine: Machine, prompt_len: int, trainer: float
+    settings: Settings,
+    config: ModelConfig,
+    machine: Machine,
+    prompt_len: int,
+    trainer: float,
+    draft: DraftModel | None = None,
 ) -> EnginePlan:
-    """The memory and limits of vLLM beside a trainer of `trainer` GiB.
+    """The memory and limits of vLLM, with a `draft` model or none, beside a trainer of `trainer` GiB.
 
     The cache should hold a whole rollout. vLLM groups the layers into full and sliding ones, and both groups take
     blocks of KV_BLOCK tokens from one pool (vllm/v1/core/kv_cache_utils.py). The completions of a prompt share the
     blocks that it fills; a sliding layer keeps its window and the tokens of two prefill steps."""
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)
-    layers = max(kinds.count("full_attention"), kinds.count("sliding_attention"), 1)
+    full_layers, guessed = kinds.count("full_attention"), 0
+    if draft:
+        # Two steps are under way at once, each with its guesses, and the draft writes its own ahead of both.
+        full_layers, guessed = full_layers + draft.layers, 2 * (1 + DRAFT_TOKENS) + DRAFT_TOKENS
+    layers = max(full_layers, kinds.count("sliding_attention"), 1)
     block_gib = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
     window, length = config.get("sliding_window") or 0, prompt_len + settings.MAX_COMPLETION_LEN
     # Rounded up, because max_model_len is part of vLLM's compile cache key: similar prompts should not recompile.
     longest = max(length, min(-(-length // 1024) * 1024, config.get("max_position_embeddings", length)))
     # Numbers of blocks: of a prompt with its completion, of the prompt alone, of a sliding layer, of two prefill steps.
-    row_blocks, prompt_blocks = -(-length // KV_BLOCK), prompt_len // KV_BLOCK
-    sliding_blocks = min(row_blocks, -(-(window + 1) // KV_BLOCK) + 1)
+    row_blocks, prompt_blocks = -(-(length + guessed) // KV_BLOCK), prompt_len // KV_BLOCK
+    sliding_blocks = min(row_blocks, -(-(window + 1 + guessed) // KV_BLOCK) + 1)
     prefill_blocks = 2 * BATCHED_TOKENS // KV_BLOCK
     prompts = -(-settings.STEPS_PER_GENERATION * settings.PROMPTS_PER_STEP // machine.ranks)
     group = settings.NUM_GENERATIONS
@@ -106,10 +116,18 @@ def plan_engine(
         experts = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
         weights += adapter_parameters(config, vllm_rank(settings.LORA_R), experts) * 2 / GIB
     inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]
-    seqs = prompts * group
-    # Activations of a prefill step, three float32 copies of a decode step's logits, and the rest as it was measured:
-    # CUDA context, kernels and graphs.
-    scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 1.4
+    seqs, logits = prompts * group, 3
+    if draft:
+        # Until vLLM has seen that the draft shares the model's embeddings, it holds a second table of them. A prefill
+        # step also keeps three layers' states, twice, and the draft's buffers; a decoding step compares the logits of
+        # all guesses (vllm/v1/sample/rejection_sampler.py), here counted as they are held at once.
+        weights += draft.gib
+        loading += config["vocab_size"] * config["hidden_size"] * 2 / GIB
+        inner += 8 * config["hidden_size"]
+        logits = 5 * (1 + DRAFT_TOKENS)
+    # Activations of a prefill step, float32 copies of a decode step's logits, and the rest as it was measured: CUDA
+    # context, kernels and graphs.
+    scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * logits) / GIB + 1.4
     room, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
     if settings.VLLM_GPU_MEM is not None:
         room, where = machine.gpu_total * settings.VLLM_GPU_MEM, f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"

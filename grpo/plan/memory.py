@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo.plan.engine import SWIZZLED, SWIZZLED_AT_ONCE, EnginePlan, plan_engine
-from grpo.plan.hub import ModelConfig, count_parameters, expert_elements, has_mxfp4, packed_gib
+from grpo.plan.hub import DraftModel, ModelConfig, count_parameters, expert_elements, has_mxfp4, packed_gib
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import adapter_parameters, expert_words, target_matrices
 from grpo.settings import Settings, show
@@ -84,6 +84,7 @@ class PlanInputs:
     attention: str
     packing: str = "none"
     beside_vllm: bool = False  # Whether vLLM can generate on this machine; else transformers does.
+    draft: DraftModel | None = None  # vLLM's draft model, if it has one.
 
     @property
     def share_prompts(self) -> bool:
@@ -239,7 +240,7 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
         if settings.EXPERTS == "paged":
             paged = packed + embeddings
         trainer = weights - paged + adapter + nccl
-        engine = plan_engine(settings, config, machine, inputs.prompt_len, trainer)
+        engine = plan_engine(settings, config, machine, inputs.prompt_len, trainer, inputs.draft)
         engine = dataclasses.replace(engine, asleep=engine.asleep + lent, lent=lent)
 
     free = machine.gpu_free if machine.gpus else machine.ram_share

@@ -14,7 +14,7 @@ from grpo.data.heldout import read_split
 from grpo.data.prompts import render_rows
 from grpo.data.scoring import is_by_action, reward_specs
 from grpo.plan import hub
-from grpo.plan.hub import ModelConfig, ModelFiles
+from grpo.plan.hub import DraftModel, ModelConfig, ModelFiles
 from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, installed_versions, read_machine
 from grpo.plan.memory import KEPT_SHARE, LEAST_KEPT_TOKENS, Plan, PlanInputs, micro_batch_tokens, plan_memory
 from grpo.plan.targets import expert_words
@@ -34,13 +34,15 @@ AUTO_SETTINGS = ("EXPERTS", "ROLLOUT_SYNC", "GRADIENT_CHECKPOINTING")  # `resolv
 
 @dataclass(frozen=True)
 class Facts:
-    """What is read before any choice is made: machine, packages, model, rows, and the adapter to start from."""
+    """What is read before any choice is made: machine, packages, model, draft model, rows, and the adapter to start
+    from."""
 
     sources: Mapping[str, str]  # Where each setting came from.
     machine: Machine
     ranks: Ranks
     versions: Mapping[str, str | None]
     files: ModelFiles | None
+    draft: DraftModel | None
     adapter: StartAdapter
     rows: list[Row]
     eval_rows: list[Row]
@@ -70,6 +72,7 @@ def read_facts(
         ranks=ranks,
         versions=installed_versions([*TESTED, *TESTED_VLLM]),
         files=files,
+        draft=hub.find_draft(settings.DRAFT_MODEL, files.config if files else None, problems),
         adapter=read_start_adapter(settings, sources, files.config if files else None, problems),
         rows=split.train,
         eval_rows=split.heldout,
@@ -199,7 +202,7 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     if facts.files:
         prompt_len = facts.longest_prompt or settings.MAX_PROMPT_LEN
         beside_vllm = use_vllm and bool(machine.gpus)
-        inputs = PlanInputs(facts.files.config, machine, prompt_len, attention, packing, beside_vllm)
+        inputs = PlanInputs(facts.files.config, machine, prompt_len, attention, packing, beside_vllm, facts.draft)
         experts, reasons["experts"] = resolve_experts(settings, inputs)
     settings = dataclasses.replace(settings, EXPERTS=experts, TOTAL_STEPS=steps)
     if inputs:

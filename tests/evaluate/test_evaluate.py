@@ -108,7 +108,8 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     files = find_model("tiny", problems)
     assert not problems and settings.SEED == 5
     prompts = [RENDERED.format(f"hour 8 store {kwh} load 30") for kwh in (50, 100, 150) for _ in range(2)]
-    model = VllmModel(settings, files, str(tiny), folder, H100, prompts)
+    model = VllmModel(dataclasses.replace(settings, DRAFT_MODEL="/draft"), files, str(tiny), folder, H100, prompts)
+    assert not model.engine.settings.DRAFT_MODEL, "the plan made no room for it"
     base, trained = (model.complete(prompts, 2, greedy=True, base=base) for base in (True, False))
     assert len(base) == len(trained) == 6 and base != trained
     stub = model.engine.llm

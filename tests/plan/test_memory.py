@@ -19,7 +19,7 @@ import train_grpo
 from grpo.model.load import load_model
 from grpo.plan import memory
 from grpo.plan.engine import capture_sizes
-from grpo.plan.hub import REAL_CONFIG
+from grpo.plan.hub import REAL_CONFIG, DraftModel
 from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
@@ -302,6 +302,24 @@ def test_cache_of_a_step(completion, gib):
     assert engine.cache == pytest.approx(gib, abs=0.1) and "the rest waits" not in engine.cache_reason
     assert 0 <= engine.max_model_len - 930 - completion < 1024 and engine.max_num_seqs == 96
     assert engine.weights == pytest.approx(12.816 + 9.455 * 0.08, abs=0.001) and engine.scratch > 0.5
+
+
+def test_a_draft_takes_a_layer_of_cache_and_the_logits_of_its_guesses():
+    """Three guesses, by hand: 13 instead of 12 layers in a block, 11 tokens more in each row, 20 instead of 3 copies of
+    the logits, the draft's files, and a second table of embeddings while vLLM starts."""
+    inputs = plan_inputs(H100, prompt_len=930, beside_vllm=True)
+    settings = Settings(MAX_COMPLETION_LEN=520)
+    without = memory.plan_memory(settings, inputs).engine
+    engine = memory.plan_memory(settings, dataclasses.replace(inputs, draft=DraftModel(1, 0.5))).engine
+    block = 13 * 16 * 2 * 8 * 64 * 2
+    whole, sliding = -(-(930 + 520 + 11) // 16), -(-(129 + 11) // 16) + 1
+    assert engine.cache * GIB == pytest.approx(block * (1 + 1024 + 12 * (58 + 8 * (whole - 58 + sliding))))
+    assert engine.weights == without.weights + 0.5 and engine.on_host == without.on_host + 0.5
+    table = 201_088 * 2880 * 2
+    assert (engine.loading - without.loading) * GIB == pytest.approx(table)
+    logits, states = 17 * 96 * 201_088 * 4, 8192 * 8 * 2880 * 2
+    assert (engine.scratch - without.scratch) * GIB == pytest.approx(logits + states)
+    assert (engine.max_num_seqs, engine.capture_sizes) == (without.max_num_seqs, without.capture_sizes)
 
 
 def test_a_rollout_of_several_steps_is_planned_as_a_step_of_as_many_prompts():

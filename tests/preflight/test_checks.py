@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import types
@@ -139,6 +140,14 @@ def test_every_choice_has_its_reason_and_what_was_set_is_not_changed(tmp_path):
     assert recorded["sync"][0] == "merge" and "fit beside all else" in recorded["experts"][1]
 
 
+def test_a_draft_is_planned(tiny_run, tmp_path):
+    config = json.loads((ROOT / "data/tiny/config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLMEagle3"]}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(2**20))
+    plans = [tiny_run(H100, USE_VLLM=1, DRAFT_MODEL=path).plan for path in (tmp_path, "")]
+    assert plans[0].engine.weights - plans[1].engine.weights == pytest.approx(2**-10), "a MiB"
+
+
 def test_a_choice_that_depends_on_other_settings(tiny_run):
     assert tiny_run().settings.EXPERTS == "bf16" and "fit beside all else" in tiny_run().reasons["experts"]
     assert tiny_run(LORA_TARGETS="experts").settings.ROLLOUT_SYNC == "lora"
@@ -153,6 +162,7 @@ def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
     assert "v_proj: 3 matrices, 1,152 parameters" in experts and "1.experts: 2 matrices, 3,840 parameters" in experts
     text = "\n".join(tiny_run(MODEL_ID="openai/gpt-oss-20b", MAX_PROMPT_LEN=2048).problems)
     assert "no GPU is visible, and openai/gpt-oss-20b needs one" in text
+    assert only(tiny_run(DRAFT_MODEL="/nowhere").problems).startswith("DRAFT_MODEL=/nowhere: ")
     resolved = tiny_run(STEPS=5, DEBUG=1)
     assert not resolved.problems
     assert banner.banner(resolved).count("STEPS is set but is not a setting: set TOTAL_STEPS=5") == 1

@@ -130,7 +130,7 @@ def test_engine_arguments():
     assert merge["logprobs_mode"] == "processed_logprobs" and "quantization" not in merge, "MXFP4 as it is stored"
     assert merge["gpu_memory_utilization"] == pytest.approx(engine.awake / 79.6)
     assert merge["compilation_config"]["cudagraph_capture_sizes"] == list(capture_sizes(96))
-    assert "compilation_config" not in arguments(VLLM_EAGER=True)[1]
+    assert "compilation_config" not in arguments(VLLM_EAGER=True)[1] and "speculative_config" not in merge
     for r, rank in {1: 1, 2: 8, 8: 8, 9: 16, 200: 256}.items():
         native, lora = arguments(ROLLOUT_SYNC="lora", LORA_R=r)
         assert lora["max_lora_rank"] == rank and lora["lora_target_modules"] == ["qkv_proj", "o_proj"]
@@ -139,6 +139,23 @@ def test_engine_arguments():
     # Of rank 8, in BF16, on the experts of all 24 layers.
     assert native.weights == engine.weights
     assert (plan.weights - engine.weights) * GIB == pytest.approx(2 * 8 * 24 * 32 * (2880 + 5760 + 2 * 2880))
+
+
+def test_a_draft_guesses_three_tokens_and_graphs_hold_them():
+    """vLLM counts the sizes of graphs in tokens, of which each sequence then has four in a decoding step, and rounds
+    other sizes up (config/compilation.py): without the factor there would be graphs for a quarter of the sequences."""
+    plan = plan_memory(Settings(), PlanInputs(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
+    plain, drafted = (engine_arguments(Settings(DRAFT_MODEL=path), plan, "/model", 79.6) for path in ("", "/draft"))
+    speculative = drafted.pop("speculative_config")
+    assert (speculative["method"], speculative["model"], speculative["num_speculative_tokens"]) == (
+        "eagle3",
+        "/draft",
+        3,
+    )
+    assert speculative["rejection_sample_method"] == "standard"
+    sizes = drafted["compilation_config"].pop("cudagraph_capture_sizes")
+    assert sizes == [4 * size for size in plain["compilation_config"].pop("cudagraph_capture_sizes")]
+    assert sizes[-1] == 4 * 96 and drafted == plain
 
 
 @pytest.mark.parametrize(("experts", "cache"), [("paged", None), ("shared", "/somewhere/else")])
