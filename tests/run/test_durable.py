@@ -112,10 +112,12 @@ def test_no_flipped_bit_changes_what_a_record_says(tmp_path, caplog):
 
 
 def test_a_scratch_folder_of_a_process_that_was_killed_is_deleted_by_the_next(tmp_path):
-    """Not one that is in use, nor anything of another name."""
+    """Not one that is in use, or about to be by a living process, nor anything of another name."""
     code = "import sys, time, pathlib; from grpo.run.durable import scratch_folder as new\n"
     code += "path = new(pathlib.Path(sys.argv[1])); (path / 'a').touch(); print(path, flush=True); time.sleep(60)"
-    (tmp_path / "train_grpo-main").mkdir()
+    starting = tmp_path / f"train_grpo-scratch-{os.getppid()}-a"
+    for folder in (tmp_path / "train_grpo-main", starting, tmp_path / "train_grpo-scratch-99999999-a"):
+        folder.mkdir()
 
     def start():
         command = [sys.executable, "-c", code, str(tmp_path)]
@@ -126,7 +128,7 @@ def test_a_scratch_folder_of_a_process_that_was_killed_is_deleted_by_the_next(tm
     killed.kill()
     killed.wait()
     new = durable.scratch_folder(tmp_path)
-    assert {*tmp_path.iterdir()} == {used, new, tmp_path / "train_grpo-main"} and (used / "a").exists()
+    assert {*tmp_path.iterdir()} == {used, new, starting, tmp_path / "train_grpo-main"} and (used / "a").exists()
     assert new.stat().st_mode & 0o777 == 0o700 and old != used
     living.terminate()
     living.communicate()
