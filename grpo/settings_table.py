@@ -137,8 +137,8 @@ class Settings:
         "Run vLLM without compilation and CUDA graphs: a first start is faster, generation ten times "
         "slower.")
     DRAFT_MODEL: str = setting("Rollouts", "", path=True, resume=True, text=
-        "Folder of an EAGLE-3 draft for the model: vLLM guesses tokens with it and keeps those that sampling would "
-        "have given, so that samples and log-probs stay the model's; empty: no draft (docs/rollouts.md).")
+        "Folder of an EAGLE-3 draft, with which vLLM guesses tokens; samples and log-probs stay the model's. Empty: no "
+        "draft (docs/rollouts.md).")
     IS_CORRECTION: str = setting(
         "Rollouts", "token_truncate",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"), text=

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines and package versions that tests pretend to have, and the problems with them."""
+"""Machines, package versions and a large model that tests pretend to have, and the problems with them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, check_packages
 from grpo.settings import Problems, Settings
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
 CPU = Machine(ram_free=20.0, cores=2, arch="x86_64")
+LARGE_CONFIG = REAL_CONFIG | {"num_hidden_layers": 36, "num_local_experts": 128}  # gpt-oss-120b
 GOOD_VERSIONS = {name: oldest for name, (oldest, _) in (TESTED | TESTED_VLLM).items()}
 
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import CPU, H100
+from machines import CPU, H100, LARGE_CONFIG
 from peft import LoraConfig, get_peft_model
 
 import train_grpo
@@ -121,9 +121,6 @@ def test_starting_vllm_takes_more_than_its_weights():
     for free, short in ((chosen.start_peak + 0.01, False), (chosen.start_peak - 0.01, True)):
         need = memory.memory_shortfall(chosen, dataclasses.replace(H100, gpu_free=max(free, 0)))
         assert need.startswith("vLLM's start would need 19.4 GiB") is short
-
-
-LARGE_CONFIG = REAL_CONFIG | {"num_hidden_layers": 36, "num_local_experts": 128}  # gpt-oss-120b
 
 
 @pytest.mark.parametrize(("free", "parts", "most"), [(78.6, 4, 16), (139.0, 1, 48)])

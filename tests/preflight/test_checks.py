@@ -11,7 +11,7 @@ import types
 
 import pytest
 from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
-from machines import CPU, H100, only
+from machines import CPU, H100, LARGE_CONFIG, only
 
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import PlanInputs, plan_memory
@@ -263,9 +263,6 @@ def test_the_reason_why_activations_are_recomputed_is_the_true_one(changes, reas
     inputs = shapes_on(dataclasses.replace(H100, capability=9.0, gpu_free=139.0), True)
     settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, **changes)
     assert resolve.resolve_checkpointing(settings, inputs) == (bool(changes), reason)
-
-
-LARGE_CONFIG = REAL_CONFIG | {"num_hidden_layers": 36, "num_local_experts": 128}  # gpt-oss-120b
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,11 @@ for _ in range(12):
     sampled, logprobs = sampler(batch, None, logits.clone(), metadata)
     table = torch.full((B, K + 1), -1).index_put((rows, columns), drafts)
     kept = ((sampled == table) & (table >= 0)).cumprod(1)  # up to the first guess that was replaced
-    given = torch.cat((torch.ones(B, 1), kept[:, :-1]), 1).bool()
-    assert torch.equal(sampled >= 0, given), "no token stands behind a replaced one"
-    place, token = (firsts[:, None] + torch.arange(K + 1))[given], sampled[given].long()
-    error = max(error, float((logprobs.view(B, K + 1)[given] - expected[place, token]).abs().max()))
-    places.append(place), tokens.append(token), guessed.append(table[given])
+    emitted = torch.cat((torch.ones(B, 1), kept[:, :-1]), 1).bool()
+    assert torch.equal(sampled >= 0, emitted), "no token stands behind a replaced one"
+    place, token = (firsts[:, None] + torch.arange(K + 1))[emitted], sampled[emitted].long()
+    error = max(error, float((logprobs.view(B, K + 1)[emitted] - expected[place, token]).abs().max()))
+    places.append(place), tokens.append(token), guessed.append(table[emitted])
 places, tokens, guessed = torch.cat(places), torch.cat(tokens), torch.cat(guessed)
 assert len(tokens) > 12 * B * 1.2, "hardly a guess was kept"
 # A guess is the sampled token as often as the model says.
