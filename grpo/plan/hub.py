@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.plan.machine import GIB
-from grpo.run.durable import read_json
+from grpo.run.durable import read_json, type_fault
 from grpo.settings import ROOT, Problems, one_line
 
 ModelConfig = Mapping[str, Any]  # A model's config.json.
@@ -120,7 +120,7 @@ class DraftModel:
 
 def find_draft(folder: str, config: ModelConfig | None, problems: Problems) -> DraftModel | None:
     """The EAGLE-3 draft in `folder`, in its own format or that of `speculators`; a problem unless it fits a model with
-    this config.json. None if `folder` is empty, or its config.json cannot be read."""
+    this config.json. None if `folder` is empty, or its config.json cannot be used."""
     if not folder:
         return None
     where, fix = f"DRAFT_MODEL={folder}", "Name the folder of an EAGLE-3 draft for this model, or unset it"
@@ -130,6 +130,10 @@ def find_draft(folder: str, config: ModelConfig | None, problems: Problems) -> D
         problems.add(where, one_line(str(error), 500), fix)
         return None
     shape = draft.get("transformer_layer_config", draft)
+    fault = type_fault(shape, dict, "transformer_layer_config")
+    if fault := fault or type_fault(shape.get("num_hidden_layers", 1), int, "num_hidden_layers"):
+        problems.add(where, fault, fix)
+        return None
     # A draft with other heads for keys and values would give each layer of the model a block table of its own
     # (vllm/v1/core/kv_cache_utils.py).
     names = ("hidden_size", "vocab_size", "num_key_value_heads", "head_dim")

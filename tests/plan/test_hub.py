@@ -68,6 +68,8 @@ def test_a_draft_in_each_format(tmp_path, config):
     ("config", "size", "message"),
     [
         (None, 1, "config.json"),
+        ({**DRAFT, "transformer_layer_config": 3}, 1, "`transformer_layer_config` is not an object"),
+        ({**DRAFT, "num_hidden_layers": "one"}, 1, "`num_hidden_layers` is not a number"),
         ({**DRAFT, "architectures": ["LlamaForCausalLM"]}, 1, "are ['LlamaForCausalLM'], none of EAGLE-3"),
         ({**DRAFT, "hidden_size": 4096, "vocab_size": 8}, 1, "hidden_size is 4096, not 2880, vocab_size is 8, not"),
         ({key: DRAFT[key] for key in DRAFT if key != "head_dim"}, 1, "head_dim is None, not 64"),
