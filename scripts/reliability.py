@@ -114,10 +114,10 @@ def run_command(program: Program, case: Path, moment: Moment = NO_SIGNAL, late_s
             command, env=environment, cwd=ROOT, timeout=300, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         ).returncode
     deadline = time.monotonic() + late_s
-    while count := send_signal(str(case), "all", 0):
+    while commands := send_signal(str(case), "all", 0):
         if time.monotonic() > deadline:
             send_signal(str(case), "all", signal.SIGKILL)
-            raise RuntimeError(f"{count} process(es) went on for {late_s:.0f} s after {' '.join(moment)}")
+            raise RuntimeError(f"went on for {late_s:.0f} s after {' '.join(moment)}: {'; '.join(commands)}")
         time.sleep(0.1)
     return code
 

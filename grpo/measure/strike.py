@@ -31,20 +31,20 @@ class Moment(NamedTuple):
 NO_SIGNAL = Moment()
 
 
-def send_signal(case: str, scope: str, number: int) -> int:
-    """Sends a signal to processes of a case, to this one last; returns how many they are. Signal 0 only counts."""
+def send_signal(case: str, scope: str, number: int) -> list[str]:
+    """Sends a signal to processes of a case, to this one last; returns the command lines of all of the case's
+    processes. Signal 0 changes nothing."""
     import psutil  # Imported here, as every process of a case imports this module.
 
-    processes = psutil.process_iter(["environ"])
-    pids = [process.pid for process in processes if (process.info["environ"] or {}).get(CASE) == case]
-    if scope != "all":
-        pids = [os.getpid() if scope == "self" else int(os.environ[FIRST])]
+    fields = [process.info for process in psutil.process_iter(["pid", "environ", "cmdline"])]
+    commands = {info["pid"]: info["cmdline"] for info in fields if (info["environ"] or {}).get(CASE) == case}
+    pids = commands if scope == "all" else [os.getpid() if scope == "self" else int(os.environ[FIRST])]
     for pid in sorted(pids, key=os.getpid().__eq__):
         try:
             os.kill(pid, number)
         except ProcessLookupError:
             continue
-    return len(pids)
+    return [" ".join(words or ()) for words in commands.values()]
 
 
 def watch_files() -> None:
