@@ -33,11 +33,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 RENDERED = "<|start|>system<|message|>Reasoning: low<|end|><|start|>user<|message|>{}<|end|><|start|>assistant"
 
 
-def run_script(*arguments: str, cwd: Path = ROOT, **settings: object) -> subprocess.CompletedProcess:
-    """`python train_grpo.py` as a user runs it, with settings in the environment. pytest's own limit ends it."""
-    environ = CLEAN | {name: str(value) for name, value in settings.items()}
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True)
+def run_python(
+    *arguments: object, code: int | None = 0, cwd: Path = ROOT, **environ: object
+) -> subprocess.CompletedProcess:
+    """Python with these arguments and variables, which must end with this exit code. pytest's own limit ends it."""
+    variables = CLEAN | {name: str(value) for name, value in environ.items()}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=variables, cwd=cwd, capture_output=True, text=True)
+    assert code in (None, done.returncode), f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
+
+
+# `python train_grpo.py` as a user runs it, with settings in the environment.
+run_script = functools.partial(run_python, SCRIPT)
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Path:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import yaml
-from conftest import CLEAN, ROOT
+from conftest import CLEAN, ROOT, run_python
 
 from grpo.settings import load_settings, setting_rows
 
@@ -36,9 +36,7 @@ def test_the_image_gets_the_code_and_nothing_else(tmp_path):
     assert IGNORED[0] == "*" and not any(map(in_image, ("mydata", "runs", ".venv", ".git", "my_rewards.py")))
     for path in filter(lambda path: in_image(path.name), ROOT.iterdir()):
         shutil.copytree(path, tmp_path / path.name) if path.is_dir() else shutil.copy(path, tmp_path)
-    command, environ = [sys.executable, "train_grpo.py", "--check"], CLEAN | {"MODEL_ID": "tiny", "PYTHONPATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python("train_grpo.py", "--check", cwd=tmp_path, MODEL_ID="tiny", PYTHONPATH="")
 
 
 def test_the_task_names_settings_and_files_that_exist():

@@ -6,14 +6,12 @@ from __future__ import annotations
 import ast
 import functools
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN, ROOT
+from conftest import ROOT, run_python
 
 ROOMS = [  # In the order of a run: each may import those before it; the entry and scripts/ any.
     "rewards", "grpo.other_names", "grpo.settings_table", "grpo.settings", "grpo.phases", "grpo.data", "grpo.tasks",
@@ -95,31 +93,25 @@ def test_light_rooms_import_nothing_heavy():
     assert not heavy
 
 
-def run_entry(folder: Path, *arguments: str, code: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess:
-    """Runs `code` after `import train_grpo` in a process of its own; `options` are Python's."""
-    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(folder / "run"), "PYTHONPATH": ""}
-    code = f"import sys; sys.path.insert(0, {os.fspath(ROOT)!r}); import train_grpo; {code}"
-    command = [sys.executable, *options, "-c", code, *arguments]
-    return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True)
+IMPORT = f"import sys; sys.path.insert(0, {os.fspath(ROOT)!r}); import train_grpo; "
 
 
 def test_a_check_loads_nothing_heavy(tmp_path):
-    heavy = f"heavy = {HEAVY | {'pandas'}} & set(sys.modules); assert not heavy, heavy; sys.exit(code)"
-    done = run_entry(tmp_path, code=f"code = train_grpo.main(['--check']); {heavy}")
-    assert done.returncode == 0, done.stderr
+    program = IMPORT + "code = train_grpo.main(['--check']); "
+    program += f"heavy = {HEAVY | {'pandas'}} & set(sys.modules); assert not heavy, heavy; sys.exit(code)"
+    done = run_python("-c", program, cwd=tmp_path, MODEL_ID="tiny", OUTPUT_DIR="run", PYTHONPATH="")
     assert "Nothing was started" in done.stdout and not (tmp_path / "run").exists()
 
 
 def test_without_any_package_the_check_says_what_is_missing(tmp_path):
     """As in a shell whose environment was not activated: no site-packages at all."""
-    bare = functools.partial(run_entry, tmp_path, code="sys.exit(train_grpo.main(sys.argv[1:]))", options=["-S"])
-    done = bare("--check")
-    assert done.returncode == 2 and "one problem to fix" in done.stderr
+    bare = functools.partial(run_python, "-S", "-c", IMPORT + "sys.exit(train_grpo.main(sys.argv[1:]))", cwd=tmp_path)
+    done = bare("--check", code=2, MODEL_ID="tiny", OUTPUT_DIR="run")
+    assert "one problem to fix" in done.stderr
     assert ": torch, transformers, trl, peft," in done.stderr
     assert "Run `bash scripts/setup.sh`, then `source" in done.stderr
-    assert not bare("--help").returncode
-    done = bare("--seed", "5")
-    assert done.returncode == 2 and "set SEED=5" in done.stderr
+    bare("--help")
+    assert "set SEED=5" in bare("--seed", "5", code=2).stderr
 
 
 def test_no_module_and_no_function_is_too_long():

@@ -322,9 +322,9 @@ def test_everything_at_once_exits_2_and_writes_nothing(tiny, tmp_path):
     done = run_script(
         cwd=tmp_path, MODEL_ID=tmp_path / "model", DATA="bad.csv,none.csv", EVAL_DATA="~nobody-here/x.csv",
         REPORT_TO="oddity", NUM_GENERATIONS=10**18, SEED="1" * 5000, REWARDS="my_exit:score", LEARNING_RATES="\udcff",
-        GENERATION_BATCH=7, WARMUP_STEPS="x", OUTPUT_DIR="run",
+        GENERATION_BATCH=7, WARMUP_STEPS="x", OUTPUT_DIR="run", code=2,
     )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     named = (
         "tokenizer.json fails",
         "~nobody-here",
