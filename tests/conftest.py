@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.plan.hub import TINY_PATH, read_json
+from grpo.plan.hub import TINY_PATH
 from grpo.settings import log
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,14 +89,12 @@ def tiny() -> Path:
 @pytest.fixture(scope="session")
 def saved_adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh LoRA of rank 3 and alpha 5 on q and v of the tiny model, as PEFT saves it. Not to be written to."""
-    from peft import LoraConfig, get_peft_model  # late: most tests need neither
-
-    from grpo.model.load import load_model
+    from expert_models import load  # late: most tests need no torch
+    from peft import LoraConfig, get_peft_model
 
     folder = tmp_path_factory.mktemp("adapter") / "saved"
-    model = load_model(str(tiny), read_json(tiny / "config.json"), "eager")
     lora = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    get_peft_model(model, lora).save_pretrained(str(folder))
+    get_peft_model(load(tiny), lora).save_pretrained(str(folder))
     return folder
 
 

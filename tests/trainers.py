@@ -9,6 +9,7 @@ import math
 
 import torch
 from conftest import RENDERED
+from expert_models import load
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
@@ -17,8 +18,7 @@ from grpo.data.scoring import is_by_action, load_rewards, reward_specs
 from grpo.learn.distributed import adapter_parameters, flat_adapter
 from grpo.learn.options import grpo_options
 from grpo.learn.trainer import RunContext, Trainer
-from grpo.model.load import load_model, load_tokenizer
-from grpo.plan.hub import read_json
+from grpo.model.load import load_tokenizer
 from grpo.plan.memory import Plan
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
@@ -45,7 +45,7 @@ def build(settings, tiny, folder, ranks=None, rows=None):
         RunContext(
             settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks=ranks or Ranks(), looked_up=looked_up
         ),
-        load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
+        load(tiny).float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**lora_options(settings)),
         GRPOConfig(**grpo_options(settings, False, specs, scale, choose_epsilon_high(settings)[0])),

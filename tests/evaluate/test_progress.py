@@ -9,14 +9,13 @@ import pytest
 import runs
 import torch
 from conftest import ROOT, read_csv, run_script
+from expert_models import load
 from peft import PeftModel
 from trainers import make
 from transformers.trainer_callback import TrainerCallback
 
-from grpo.model.load import load_model
-from grpo.plan.hub import find_model, read_json
+from grpo.plan.hub import read_json
 from grpo.run.folder import ADAPTER, BEST
-from grpo.settings import Problems
 
 
 def test_what_is_measured_reaches_logs_and_trackers_and_is_no_part_of_the_step(tiny, tmp_path):
@@ -72,8 +71,7 @@ def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
     assert (evaluated[2]["heldout_reward"], evaluated[2]["plant_regret"]) == (evaluation["after"]["reward"], total)
     assert best["base_value"] == base and evaluation["exact"] is plant["exact"] is True
     assert best["value"] == min(figures["plant_regret"] for figures in evaluated)
-    model = load_model(str(tiny), find_model("tiny", Problems()).config, "eager")
-    policy = PeftModel.from_pretrained(model, folder / BEST)
+    policy = PeftModel.from_pretrained(load(tiny), folder / BEST)
     assert any(p.abs().sum() > 0 for name, p in policy.named_parameters() if "lora_B" in name)
     mine, own = ((path / "README.md").read_text(encoding="utf-8") for path in (folder / BEST, folder))
     assert f"trained for {best['step']} steps" in mine and best["in_words"][1:] in mine

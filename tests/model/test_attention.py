@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_models import config_of, stock_model
+from expert_models import stock_model
 from reference_kernel import REFERENCE
 
 from grpo.model.attention import KERNELS, SinkAttention, hidden_states
 from grpo.model.load import load_model
 from grpo.model.packing import pack_batch
+from grpo.plan.hub import read_json
 
 pytestmark = pytest.mark.numeric
 
@@ -90,8 +91,7 @@ def test_the_model_equals_stock_transformers(tiny, stock, monkeypatch, attention
     monkeypatch.setattr("grpo.model.experts.grouped_mm", by_expert)
     monkeypatch.setitem(KERNELS, "reference", lambda: REFERENCE)
     prompts, completions, expected, weights, gradients = stock
-    config = config_of(tiny)
-    model = with_wide_heads(load_model(str(tiny), config, attention, experts))
+    model = with_wide_heads(load_model(str(tiny), read_json(tiny / "config.json"), attention, experts))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("experts" not in name)
     batch = pack_batch(prompts, completions, share, one_row, "cpu")

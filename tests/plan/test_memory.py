@@ -10,16 +10,16 @@ import re
 
 import pytest
 from conftest import ROOT
+from expert_models import load
 from hypothesis import given
 from hypothesis import strategies as st
 from machines import CPU, H100, LARGE_CONFIG
 from peft import LoraConfig, get_peft_model
 
 import train_grpo
-from grpo.model.load import load_model
 from grpo.plan import memory
 from grpo.plan.engine import capture_sizes
-from grpo.plan.hub import REAL_CONFIG, DraftModel
+from grpo.plan.hub import REAL_CONFIG, DraftModel, read_json
 from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
@@ -242,11 +242,10 @@ def test_a_micro_batch_is_as_large_as_pays():
 
 
 def test_lora_size_is_pefts_own(tiny):
-    config = json.loads((tiny / "config.json").read_text(encoding="utf-8"))
     settings = Settings(MODEL_ID="tiny", LORA_R=3)
-    model = get_peft_model(load_model(str(tiny), config, "eager"), LoraConfig(**train_grpo.lora_options(settings)))
+    model = get_peft_model(load(tiny), LoraConfig(**train_grpo.lora_options(settings)))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapter = memory.plan_memory(settings, plan_inputs(CPU, config, 100)).adapter
+    adapter = memory.plan_memory(settings, plan_inputs(CPU, read_json(tiny / "config.json"), 100)).adapter
     assert adapter * GIB == pytest.approx(trainable * 16)
 
 
