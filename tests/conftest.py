@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,15 @@ def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]
 def read_csv(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def write_commands(folder: Path, commands: Mapping[str, str]) -> Path:
+    """A folder for the front of PATH with these programs, which are Bash without a line that says otherwise."""
+    folder.mkdir(exist_ok=True)
+    for name, text in commands.items():
+        (folder / name).write_text(text if text.startswith("#!") else f"#!/usr/bin/env bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -124,8 +133,5 @@ def quiet() -> Iterator[Callable[[], None]]:
 @pytest.fixture
 def claimed_gpu(tmp_path: Path) -> dict[str, str]:
     """Environment of a machine whose nvidia-smi shows an H100 with 79 GiB free."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 80896, 9.0'\n")
-    (tools / "nvidia-smi").chmod(0o755)
+    tools = write_commands(tmp_path / "bin", {"nvidia-smi": "echo 'NVIDIA H100 80GB HBM3, 81559, 80896, 9.0'"})
     return {"PATH": f"{tools}:{CLEAN['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import yaml
-from conftest import CLEAN, ROOT, run_python
+from conftest import CLEAN, ROOT, run_python, write_commands
 
 from grpo.settings import load_settings, setting_rows
 
@@ -70,7 +70,7 @@ else:
     shutil.copy(source, target)
 """
 # In the place of the trainer: one step more than the last checkpoint, which replaces it, then the zip.
-TRAINER = """#!/usr/bin/env bash
+TRAINER = """
 trap 'exit 143' TERM
 [ "${REFUSES:-}" != 1 ] || exit 2
 step=$(ls -d "$OUTPUT_DIR"/checkpoint-* 2>/dev/null | sed 's/.*-//') || step=0
@@ -86,16 +86,13 @@ exit "${CODE:-0}"
 @pytest.fixture
 def machine(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
     """Starts train_and_copy.sh on the machine called `name`, with its own folder and one bucket for all."""
-    (tmp_path / "bin").mkdir()
-    for name, text in {"rsync": RSYNC, "python": TRAINER}.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
+    tools = write_commands(tmp_path / "bin", {"rsync": RSYNC, "python": TRAINER})
     (tmp_path / "bucket").mkdir()
     processes = []
 
     def start(name: str, **environ: str) -> subprocess.Popen:
         (tmp_path / name).mkdir(exist_ok=True)
-        path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
         environ = CLEAN | {"PATH": path, "OUTPUT_DIR": "runs/first"} | environ
         command = ["bash", str(CLOUD / "train_and_copy.sh"), str(tmp_path / "bucket/first"), "0.1"]
         with (tmp_path / "errors.txt").open("a") as errors:
