@@ -11,7 +11,7 @@ import torch
 from conftest import read_csv
 from ranked import in_ranks
 from test_steps import reward
-from trainers import make, plain_float32, seed_weights, step_of
+from trainers import make, moved_by_training, plain_float32, seed_weights, step_of
 from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
@@ -20,7 +20,6 @@ from grpo.learn.distributed import (
     ROLLOUT,
     adapter_parameters,
     adopt_rank0_state,
-    flat_adapter,
     sync_stop_signal,
 )
 from grpo.run.logs import METRICS
@@ -45,8 +44,7 @@ def learned(ranks, tiny, folder):
         LEARNING_RATE=1e-3, TEMPERATURE=0.8, SCALE_REWARDS="batch", MASK_TRUNCATED=True, GRADIENT_CHECKPOINTING=False,
     )  # fmt: skip
     plain_float32(trainer)
-    trainer.args.adam_epsilon, trainer.args.save_strategy = 1e-4, "no"  # They are those of test_steps.py.
-    trainer.reward_funcs = [None if ranks.rank else reward]  # Only rank 0 calls it.
+    trainer.args.adam_epsilon, trainer.reward_funcs = 1e-4, [reward]  # They are those of test_steps.py.
 
     def rollout(*arguments):
         torch.manual_seed(ranks.rank)  # After a real rollout each rank has drawn other noise.
@@ -56,11 +54,9 @@ def learned(ranks, tiny, folder):
     moved = []
     for trainer.loss_type in LOSSES:
         seed_weights(trainer.model)
-        before = flat_adapter(trainer.model)
         trainer.optimizer = trainer.lr_scheduler = None
-        trainer.train()
-        moved.append(flat_adapter(trainer.model) - before)
-    return torch.stack(moved).tolist()
+        moved.append(moved_by_training(trainer))
+    return moved
 
 
 @pytest.mark.numeric

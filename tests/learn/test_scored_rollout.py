@@ -15,7 +15,16 @@ from ranked import in_ranks
 from test_distributed import TIMES, make_on
 from test_expected_reward import MIXED, REWARDS, apart, scored, step_gradient, trainer_with
 from test_steps import reward
-from trainers import batch, loss_and_gradients, make, plain_float32, policy_logps, seed_weights, step_of
+from trainers import (
+    batch,
+    loss_and_gradients,
+    make,
+    moved_by_training,
+    plain_float32,
+    policy_logps,
+    seed_weights,
+    step_of,
+)
 
 from grpo.learn.distributed import ROLLOUT, flat_adapter
 from grpo.learn.learner import Learner
@@ -165,31 +174,18 @@ def test_the_logs_of_shared_rollouts(whole_run):
 
 
 def moved(ranks, tiny, folder):
-    """How six steps of three shared rollouts moved the adapter, and the figures of each."""
-    trainer = make_on(
-        ranks,
-        tiny,
-        folder,
-        TOTAL_STEPS=6,
-        PROMPTS_PER_STEP=3,
-        NUM_GENERATIONS=2,
-        LEARNING_RATE=1e-3,
-        BETA=0.1,
-        **SHARED,
-    )
-    plain_float32(trainer)
+    """How six steps of three shared rollouts moved the adapter."""
+    changes = {"TOTAL_STEPS": 6, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 2, "LEARNING_RATE": 1e-3, "BETA": 0.1}
+    trainer = plain_float32(make_on(ranks, tiny, folder, **changes | SHARED))
     seed_weights(trainer.model)
-    trainer.args.adam_epsilon, trainer.args.save_strategy = 1e-4, "no"
-    trainer.reward_funcs = [None if ranks.rank else reward]
+    trainer.args.adam_epsilon, trainer.reward_funcs = 1e-4, [reward]
 
     def rollout(*arguments):
         torch.manual_seed(ranks.rank)
         return step_of(trainer, 12)[0], None
 
     trainer._generate_single_turn = rollout
-    before = flat_adapter(trainer.model)
-    trainer.train()
-    return (flat_adapter(trainer.model) - before).tolist()
+    return moved_by_training(trainer)
 
 
 def test_two_processes_learn_what_one_does(tiny, tmp_path):
