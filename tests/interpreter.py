@@ -12,11 +12,16 @@ import vllm_source
 from conftest import ROOT, run_python
 
 
-def third_party() -> Path:
-    """The folder of vLLM's copy of triton_kernels; skips the test where it is missing."""
-    if not (folder := vllm_source.cached_source() / "third_party").is_dir():
+def cached_source() -> Path:
+    """The folder of vLLM's source; skips the test where it is missing."""
+    if not (folder := vllm_source.cached_source()).is_dir():
         pytest.skip("vLLM's source is not in the cache: `python tests/vllm_source.py` gets it (290 MiB)")
     return folder
+
+
+def third_party() -> Path:
+    """The folder of vLLM's copy of triton_kernels."""
+    return cached_source() / "third_party"
 
 
 def interpreted(code: str, folder: Path = ROOT, *arguments: Path) -> None:
