@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from hub_server import HubServer
 
 from grpo.plan.hub import TINY_PATH
 from grpo.settings import log
@@ -105,6 +106,26 @@ def saved_adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     lora = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     get_peft_model(load(tiny), lora).save_pretrained(str(folder))
     return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub that huggingface_hub uses in this process, with a cache of its own and no token."""
+    from huggingface_hub import close_session, constants  # late: it reads its variables when it is imported
+
+    with HubServer() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        for name, value in hub.environ(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        close_session()
+        yield hub
+        close_session()
 
 
 @pytest.fixture
