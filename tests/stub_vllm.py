@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 from expert_models import load
+from machines import H100
 from safetensors.torch import load_file
 
 from grpo.plan.hub import read_json
+from grpo.plan.machine import installed_versions
 from grpo.rollout.engine import Engine, engine_arguments
 
 SYNCS = ("merge", "lora")
@@ -245,6 +247,15 @@ class StubLLM:
 
     def _logprobs(self, values: list[float]) -> Any:
         return SimpleNamespace(logprobs=values)  # vLLM's form with flat_logprobs
+
+
+def pretend_vllm(patch, start_engine) -> None:
+    """A machine with an H100 and vLLM, for the checks and the model of a run whose engine `start_engine` makes."""
+    versions = installed_versions
+    patch.setattr("grpo.preflight.resolve.installed_versions", lambda names: versions(names) | {"vllm": "0.26.0"})
+    patch.setattr("grpo.preflight.resolve.read_machine", lambda: H100)
+    patch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
+    patch.setattr("grpo.rollout.engine.start_engine", start_engine)
 
 
 def stub_engine(settings, plan, model_path, stop_token_ids, policy=None, prepare=lambda stub: None) -> Engine:

@@ -11,13 +11,11 @@ import zipfile
 import pytest
 import torch
 from conftest import read_csv
-from machines import H100
 from runs import assert_same_run
-from stub_vllm import stub_engine
+from stub_vllm import pretend_vllm, stub_engine
 
 import train_grpo
 from grpo.model.load import paged_tensors
-from grpo.plan.machine import installed_versions
 from grpo.rollout import paged_weights
 from grpo.rollout.weight_sync import write_adapter
 from grpo.run.folder import find_checkpoint
@@ -39,7 +37,6 @@ class Run:
         self.monkeypatch, self.folder, self.stubs = monkeypatch, folder, []
 
     def __call__(self, prepare=lambda stub: None, **settings):
-        versions = installed_versions
         with self.monkeypatch.context() as patch:
             for name in set(os.environ) & set(FIELDS):
                 patch.delenv(name)
@@ -47,17 +44,13 @@ class Run:
             for name, value in (RUN | {"OUTPUT_DIR": str(self.folder)} | settings).items():
                 patch.setenv(name, str(value))
             patch.setattr(sys, "argv", ["train_grpo.py"])
-            patch.setattr("grpo.preflight.resolve.read_machine", lambda: H100)
-            patch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
-            with_vllm = lambda names: versions(names) | {"vllm": "0.26.0"}  # noqa: E731
-            patch.setattr("grpo.preflight.resolve.installed_versions", with_vllm)
 
             def start_engine(*arguments):
                 engine = stub_engine(*arguments, prepare)
                 self.stubs.append(engine.llm)
                 return engine
 
-            patch.setattr("grpo.rollout.engine.start_engine", start_engine)
+            pretend_vllm(patch, start_engine)
             return train_grpo.main([])
 
     def read(self, name):
