@@ -123,21 +123,6 @@ def test_starting_vllm_takes_more_than_its_weights():
         assert need.startswith("vLLM's start would need 19.4 GiB") is short
 
 
-@pytest.mark.parametrize(("free", "parts", "most"), [(78.6, 4, 16), (139.0, 1, 48)])
-def test_gpt_oss_120b_fits_one_card(free, parts, most):
-    """Planned for steps of 12 x 8 x 512. On a card of 80 GB a layer's experts are dequantized in parts; by hand: a part
-    of the larger matrix has 32 x 2,880 x 5,760 elements."""
-    inputs = with_vllm(free, LARGE_CONFIG, capability=9.0)
-    settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, ROLLOUT_SYNC="merge", USE_VLLM=True)
-    chosen = memory.plan_memory(settings, inputs)
-    assert not memory.memory_shortfall(chosen, inputs.machine) and not memory.host_shortfall(chosen, inputs.machine)
-    assert (chosen.expert_parts, chosen.micro_batch) == (parts, most)
-    assert "the rest waits" not in chosen.engine.cache_reason, "the cache holds a whole rollout"
-    sizes = {1: 128 * 3 * 2880**2 * 2, 4: 32 * 2880 * 5760 * 2}
-    for number, size in sizes.items():
-        assert memory.dequantized_gib(settings, LARGE_CONFIG, number) == pytest.approx(size / GIB)
-
-
 def test_gpt_oss_120b_takes_what_the_documentation_says():
     """docs/install.md, row by row."""
     text = (ROOT / "docs/install.md").read_text(encoding="utf-8")
