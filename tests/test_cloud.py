@@ -11,12 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import yaml
 from conftest import CLEAN, ROOT, run_python, write_commands
+from runs import wait_until
 
 from grpo.settings import load_settings, setting_rows
 
@@ -153,8 +153,6 @@ def test_a_last_copy_that_fails_is_no_success(machine, tmp_path):
 
 def test_a_signal_reaches_the_run(machine, tmp_path):
     process = machine("one", WAITS="1")
-    while not (tmp_path / "bucket/first/settings.json").is_file():  # It is copied while the run trains.
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_until((tmp_path / "bucket/first/settings.json").is_file, process)  # It is copied while the run trains.
     process.terminate()
     assert process.wait() == 143
