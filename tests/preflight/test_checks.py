@@ -415,19 +415,10 @@ def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path
     assert " windows of profile_heldout.csv, " in banner.banner(tiny_run(EVAL_SAMPLES=8))
 
 
-PENALTY = "def score(completions, **columns):\n    return [-9.0 if '[' in text else 0.0 for text in completions]\n"
-
-
-def test_garbage_that_pays_is_refused_or_warned_of_where_it_was_set(tiny_run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_penalty.py").write_text(PENALTY)
-    path = write_csv(tmp_path / "d.csv", HEADER, [["x", 0.5, 0.5], ["y", 0, 1]])
-    problem = only(tiny_run(DATA=path, REWARDS="action,my_penalty:score").problems)
-    # Two rows: 0.1 below 0.5 and a tenth below 0 for no answer; the penalty is for answers alone.
-    assert problem.startswith("REWARDS: an unreadable answer earns 0.15 on average")
-    assert "worst action -8.75, so a run would learn garbage. Let my_penalty:score return less" in problem
-    warned = tiny_run(DATA=path, REWARDS="action,my_penalty:score", INVALID_REWARD=0)
-    warning = "INVALID_REWARD=0: an unreadable answer earns 0 on average (action 0, my_penalty:score 0)"
+def test_garbage_that_pays_is_refused_or_warned_of_where_it_was_set(tiny_run):
+    assert only(tiny_run(REWARDS="action=-1").problems).startswith("REWARDS: an unreadable answer earns")
+    warned = tiny_run(REWARDS="action", INVALID_REWARD=0.5)
+    warning = "INVALID_REWARD=0.5: an unreadable answer earns 0.5 on average (action 0.5)"
     assert not warned.problems and f"\n| {warning}" in banner.banner(warned)
 
 
