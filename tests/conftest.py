@@ -32,6 +32,9 @@ CLEAN |= {"OMP_NUM_THREADS": "1"}
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RENDERED = "<|start|>system<|message|>Reasoning: low<|end|><|start|>user<|message|>{}<|end|><|start|>assistant"
+# A prompt of the plant that the tiny model was made for, as arguments of scripts/ask.py.
+QUESTION = "hour 8 store 50 load 26 co2 26 next 34 gain 58 short 0 room 100 need 0 rank 0 ahead 31 loads 27"
+SYSTEM = ("--system", "Answer with one action: [0] [1] [2] [3].")
 
 
 def run_python(

@@ -11,7 +11,7 @@ import evaluate as ev
 import pytest
 import watch
 from closed_loop_schema import check_schema
-from conftest import ROOT, read_csv, run_python, run_script
+from conftest import QUESTION, ROOT, SYSTEM, read_csv, run_python, run_script
 from runs import assert_same_run
 
 from grpo.data.prompts import ANSWER_BEFORE
@@ -21,7 +21,6 @@ SETTINGS = {
     "MODEL_ID": "tiny", "DIRECT_ANSWERS": 1, "TOTAL_STEPS": 4, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 6, "SEED": 5,
     "DATA": "data/tes_heldout_compact.csv", "LR_SCHEDULER": "constant",
 }  # fmt: skip
-QUESTION = "hour 8 store 50 load 26 co2 26 next 34 gain 58 short 0 room 100 need 0 rank 0 ahead 31 loads 27"
 
 
 @pytest.fixture(scope="session")
@@ -96,11 +95,10 @@ def test_the_adapter_is_evaluated_as_in_its_run(direct_run, tmp_path, capsys):
 
 
 def test_the_adapter_is_asked_as_in_its_run(direct_run, capsys):
-    system = ("--system", "Answer with one action: [0] [1] [2] [3].")
-    assert ask.main([str(direct_run.folder), QUESTION, *system]) == 0
+    assert ask.main([str(direct_run.folder), QUESTION, *SYSTEM]) == 0
     completion, action, *_ = capsys.readouterr().out.splitlines()
     assert completion == f"{action.removeprefix('action: ')}]<|return|>"
-    assert ask.main([str(direct_run.folder), QUESTION, *system, "--serve"]) == 0
+    assert ask.main([str(direct_run.folder), QUESTION, *SYSTEM, "--serve"]) == 0
     served = capsys.readouterr().out
     assert json.dumps(ANSWER_BEFORE)[1:-1] + '", "max_tokens": 1,' in served
 
