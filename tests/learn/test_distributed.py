@@ -37,22 +37,22 @@ def make_on(ranks, tiny, folder, **changes):
     return make(tiny, folder, ranks, **changes)
 
 
-def learned(ranks, tiny, folder):
-    """How two steps with each LOSS_TYPE in turn moved the adapter, (8, P)."""
-    trainer = make_on(
-        ranks, tiny, folder, TOTAL_STEPS=STEPS, PROMPTS_PER_STEP=PROMPTS, NUM_GENERATIONS=GROUP, BETA=0.1,
-        LEARNING_RATE=1e-3, TEMPERATURE=0.8, SCALE_REWARDS="batch", MASK_TRUNCATED=True, GRADIENT_CHECKPOINTING=False,
-    )  # fmt: skip
-    plain_float32(trainer)
+def learned(ranks, tiny, folder, losses=LOSSES, **changes):
+    """How the steps with each of `losses` in turn moved the adapter, (losses, P). Steps that share a rollout compute
+    their old log-probs."""
+    settings = {"TOTAL_STEPS": STEPS, "PROMPTS_PER_STEP": PROMPTS, "NUM_GENERATIONS": GROUP, "BETA": 0.1}
+    settings |= {"LEARNING_RATE": 1e-3, "TEMPERATURE": 0.8, "SCALE_REWARDS": "batch", "MASK_TRUNCATED": True}
+    trainer = plain_float32(make_on(ranks, tiny, folder, GRADIENT_CHECKPOINTING=False, **settings | changes))
     trainer.args.adam_epsilon, trainer.reward_funcs = 1e-4, [reward]  # They are those of test_steps.py.
 
     def rollout(*arguments):
         torch.manual_seed(ranks.rank)  # After a real rollout each rank has drawn other noise.
-        return step_of(trainer, PROMPTS * GROUP)
+        completions, logps = step_of(trainer, trainer.args.generation_batch_size)
+        return completions, None if changes else logps
 
     trainer._generate_single_turn = rollout
     moved = []
-    for trainer.loss_type in LOSSES:
+    for trainer.loss_type in losses:
         seed_weights(trainer.model)
         trainer.optimizer = trainer.lr_scheduler = None
         moved.append(moved_by_training(trainer))
