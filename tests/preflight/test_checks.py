@@ -11,10 +11,10 @@ import types
 
 import pytest
 from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
-from machines import CPU, H100, LARGE_CONFIG, only
+from machines import CPU, H100, LARGE_CONFIG, only, plan_inputs
 
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
-from grpo.plan.memory import PlanInputs, plan_memory
+from grpo.plan.memory import plan_memory
 from grpo.preflight import banner, checks, resolve
 from grpo.preflight.choices import EXPERTS_REASONS
 from grpo.run.folder import RunState
@@ -22,7 +22,6 @@ from grpo.run.ranks import Ranks
 from grpo.settings import FIELDS, Problems, Settings, load_settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
-USER_HEADER = ["user", *HEADER[1:]]
 TWO_GPUS = dataclasses.replace(H100, gpus=2)
 CONFLICTS = [
     ({"GENERATION_BATCH": 7, "STEPS_PER_GENERATION": 2}, CPU, ["STEPS_PER_GENERATION x ", "2 x 12 x 8 = 192"]),
@@ -193,13 +192,9 @@ def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
     assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
 
 
-def shapes_on(machine, beside_vllm=False):
-    return PlanInputs(REAL_CONFIG, machine, 940, "torch_flash", "prefix", beside_vllm)
-
-
 def memory_problems(machine, beside_vllm=False, **changes):
     problems = Problems()
-    checks.check_memory(Settings(**changes), shapes_on(machine, beside_vllm), problems)
+    checks.check_memory(Settings(**changes), plan_inputs(machine, beside_vllm), problems)
     return problems
 
 
@@ -228,9 +223,9 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     machine = dataclasses.replace(H100, capability=capability, gpu_free=free)
     for sync, kind in (("merge", chosen), ("lora", chosen if capability < 9 else "bf16")):
         settings = Settings(EXPERTS=None, ROLLOUT_SYNC=sync)
-        experts = resolve.resolve_experts(settings, shapes_on(machine, True))
+        experts = resolve.resolve_experts(settings, plan_inputs(machine, True))
         assert experts == (kind, EXPERTS_REASONS[kind])
-    whole = dataclasses.replace(shapes_on(machine, True), config=REAL_CONFIG | {"quantization_config": None})
+    whole = dataclasses.replace(plan_inputs(machine, True), config=REAL_CONFIG | {"quantization_config": None})
     assert resolve.resolve_experts(Settings(EXPERTS=None), whole) == ("bf16", "the checkpoint's are not quantized")
     assert not memory_problems(machine, True, EXPERTS=chosen), "it fits"
 
@@ -240,14 +235,14 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     [(139.8, None, False, 24), (79.0, None, True, 48), (79.0, False, False, 8), (139.0, True, True, 48)],
 )
 def test_activations_are_kept_where_large_micro_batches_leave_room(free, setting, recomputed, micro_batch):
-    inputs = shapes_on(dataclasses.replace(H100, capability=9.0, gpu_free=free), True)
+    inputs = plan_inputs(dataclasses.replace(H100, capability=9.0, gpu_free=free), True)
     settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, GRADIENT_CHECKPOINTING=setting)
     chosen, reason = resolve.resolve_checkpointing(settings, inputs)
     plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=chosen), inputs)
     assert (chosen, plan.micro_batch) == (recomputed, micro_batch)
     assert chosen or plan.learning_peak < 0.5 * free
     assert "GRADIENT_CHECKPOINTING=" in reason if setting is not None else "tokens" in reason
-    assert resolve.resolve_checkpointing(settings, shapes_on(CPU, False))[0] == (setting is not False)
+    assert resolve.resolve_checkpointing(settings, plan_inputs(CPU, False))[0] == (setting is not False)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +255,7 @@ def test_activations_are_kept_where_large_micro_batches_leave_room(free, setting
 )
 def test_the_reason_why_activations_are_recomputed_is_the_true_one(changes, reason):
     """An H200 has room for micro-batches of 12,000 tokens: MICRO_BATCH asks for others."""
-    inputs = shapes_on(dataclasses.replace(H100, capability=9.0, gpu_free=139.0), True)
+    inputs = plan_inputs(dataclasses.replace(H100, capability=9.0, gpu_free=139.0), True)
     settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, **changes)
     assert resolve.resolve_checkpointing(settings, inputs) == (bool(changes), reason)
 
@@ -277,7 +272,7 @@ def test_the_reason_why_activations_are_recomputed_is_the_true_one(changes, reas
 def test_gpt_oss_120b_is_planned_for_one_card(free, completion, parts, problem):
     """With shared weights; what is printed of it, and what is refused."""
     machine = dataclasses.replace(H100, capability=9.0, gpu_free=free)
-    inputs = dataclasses.replace(shapes_on(machine, True), config=LARGE_CONFIG)
+    inputs = dataclasses.replace(plan_inputs(machine, True), config=LARGE_CONFIG)
     settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=completion)
     settings = dataclasses.replace(settings, EXPERTS=resolve.resolve_experts(settings, inputs)[0])
     if problem:  # Where nothing fits, `auto` is paged.

@@ -37,11 +37,6 @@ def weights(folder: Path) -> torch.Tensor:
     return torch.cat([tensor.flatten() for name, tensor in load_file(folder / ADAPTER).items() if "lora_B" in name])
 
 
-def difference(folder: Path, whole: Path) -> float:
-    """How far two adapters are apart, as a share of the second one."""
-    return ((weights(folder) - weights(whole)).norm() / weights(whole).norm()).item()
-
-
 def read_exit(folder: Path) -> tuple[int, str]:
     """Exit code and reason, as exit.json says it and so does the last line of training.log."""
     record = json.loads((folder / EXIT).read_text(encoding="utf-8"))
@@ -53,7 +48,8 @@ def read_exit(folder: Path) -> tuple[int, str]:
 def assert_alike(folder: Path, whole: Path) -> None:
     """The same completions, evaluations and best step, and an adapter that differs by rounding only."""
     assert (folder / "completions.csv").read_bytes() == (whole / "completions.csv").read_bytes()
-    assert difference(folder, whole) < 1e-4  # 8e-6 here: Adam divides by small numbers, step after step
+    difference = (weights(folder) - weights(whole)).norm() / weights(whole).norm()
+    assert difference < 1e-4  # 8e-6 here: Adam divides by small numbers, step after step
     ours, theirs = (read_sealed(path / "evaluation.json")["after"] for path in (folder, whole))
     assert ours["reward"] == pytest.approx(theirs["reward"]) and ours["tokens_mean"] == theirs["tokens_mean"]
     assert read_sealed(folder / "best" / "best.json")["step"] == read_sealed(whole / "best" / "best.json")["step"]
