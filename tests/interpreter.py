@@ -19,11 +19,6 @@ def cached_source() -> Path:
     return folder
 
 
-def third_party() -> Path:
-    """The folder of vLLM's copy of triton_kernels."""
-    return cached_source() / "third_party"
-
-
 def interpreted(code: str, folder: Path = ROOT, *arguments: Path) -> None:
     """Runs `code`, which must print "all equal", with `folder` on its path; skips the test without triton."""
     if importlib.util.find_spec("triton") is None:

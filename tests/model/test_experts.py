@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from expert_models import load
-from interpreter import interpreted, third_party
+from interpreter import cached_source, interpreted
 from torch.utils.checkpoint import checkpoint
 from transformers import GptOssConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
@@ -113,7 +113,7 @@ def test_kernels_equal_plain_torch():
 
 def test_weights_in_vllms_layout_for_hopper_are_those_of_the_checkpoint():
     """Swizzled by vLLM's own functions, from its source."""
-    interpreted(SWIZZLED, third_party())
+    interpreted(SWIZZLED, cached_source() / "third_party")
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
