@@ -39,7 +39,6 @@ STAND_INS = {
     }),
 }  # fmt: skip
 assert STAND_INS.keys() == FLASH_PACKAGES.keys()
-HEADS, KEY_HEADS, DIM = 4, 2, 8
 # (queries, keys) of each packed sequence: as many keys as queries, keys of a prefix before them, a single query.
 LENGTHS = [(5, 5), (3, 9), (1, 6), (7, 7)]
 TORCH = "_flash_attention_forward", "_flash_attention_backward"
@@ -106,8 +105,8 @@ def packed():
     queries, keys = zip(*LENGTHS, strict=True)
     shape = {f"cu_seqlens_{x}": torch.tensor([0, *n]).cumsum(0).int() for x, n in (("q", queries), ("k", keys))}
     shape |= {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys), "softmax_scale": 0.3}
-    q = torch.randn(sum(queries), HEADS, DIM, generator=g)
-    k, v = (torch.randn(sum(keys), KEY_HEADS, DIM, generator=g) for _ in range(2))
+    q = torch.randn(sum(queries), 4, 8, generator=g)
+    k, v = (torch.randn(sum(keys), 2, 8, generator=g) for _ in range(2))
     return q, k, v, shape
 
 
