@@ -18,8 +18,8 @@ from peft import LoraConfig, get_peft_model
 import train_grpo
 from grpo.model.load import load_model
 from grpo.plan import memory
-from grpo.plan.engine import capture_sizes
-from grpo.plan.hub import REAL_CONFIG, DraftModel
+from grpo.plan.engine import LOADING_PARTS, capture_sizes
+from grpo.plan.hub import REAL_CONFIG, DraftModel, checkpoint_gib, packed_gib
 from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
@@ -152,6 +152,10 @@ def test_gpt_oss_120b_takes_what_the_documentation_says():
         planned = chosen.start_peak, chosen.rollout_peak, chosen.learning_peak
         assert [f"{peak:.1f}" for peak in planned] == peaks and str(chosen.micro_batch) == micro
         assert ("parts" in rest) is (chosen.expert_parts > 1)
+    assert f"{chosen.on_host:.1f} GiB of host memory at most, {checkpoint_gib(LARGE_CONFIG):.0f} of disk" in text
+    assert f"more than its weights, {chosen.engine.weights:.1f} GiB" in text
+    saved = LOADING_PARTS * packed_gib(LARGE_CONFIG) / 36 * (1 - 32 / 128)
+    assert f"takes {saved:.1f} GiB less" in text
 
 
 WHOLE_H200 = 139.8
