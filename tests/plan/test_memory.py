@@ -234,6 +234,15 @@ def test_kept_activations_limit_micro_batches_alone():
         assert chosen.micro_batch_reason.endswith(f"fit beside the weights in {share} of 100.0 GiB free on the GPU")
 
 
+def test_the_smallest_batch_is_not_said_to_fit():
+    """With kept activations learning may take half of the GPU, and BF16 weights are nearly that alone."""
+    cramped = plan(EXPERTS="bf16", GRADIENT_CHECKPOINTING=False)
+    assert cramped.micro_batch == 1 and cramped.micro_batch_reason.startswith("the smallest, whose ")
+    assert cramped.micro_batch_reason.endswith("GiB do not fit beside the weights in 50% of 79.0 GiB free on the GPU")
+    small = plan(dataclasses.replace(H100, gpu_free=10.0), EXPERTS="mxfp4")
+    assert small.generation_batch == 1 and "GiB) do not fit in 90% of 10.0" in small.generation_batch_reason
+
+
 def test_a_micro_batch_is_as_large_as_pays():
     """By the tokens that it really computes: short completions of shared prompts go through together."""
     assert [memory.bucket(n) for n in (5, 100, 1000, 5026)] == [32, 128, 1024, 5120]
@@ -327,7 +336,7 @@ def test_a_rollout_of_several_steps_is_planned_as_a_step_of_as_many_prompts():
     shared, large = vllm_plan(STEPS_PER_GENERATION=4).engine, vllm_plan(PROMPTS_PER_STEP=48).engine
     assert shared.max_num_seqs == 384 and "one rollout: 48 prompts" in shared.cache_reason
     assert dataclasses.replace(shared, cache_reason="") == dataclasses.replace(large, cache_reason="")
-    assert "largest divisor of 384 " in plan(CPU, 930, STEPS_PER_GENERATION=4).generation_batch_reason
+    assert "largest divisor of 384 " in plan(H100, 930, STEPS_PER_GENERATION=4).generation_batch_reason
 
 
 def test_a_share_and_little_room_shrink_the_cache():
