@@ -199,10 +199,7 @@ class Engine:
         self.asleep = False
 
     def sleep(self) -> None:
-        """Moves the weights that are not lent to host memory, and drops the KV cache with its prefixes.
-
-        Changing `level` would not drop the weights: `KeepBackend` keeps them at any level, and `wake` and the plan of
-        host memory rely on that."""
+        """Moves the weights that are not lent to host memory, and drops the KV cache with its prefixes."""
         if self.asleep:
             return
         # vLLM also raises if the GPU holds more after falling asleep than before, even because of another process.
@@ -251,9 +248,8 @@ class Engine:
         """One completion for each row, in order; a prompt is repeated for each of its completions. Returns token ids,
         the stop token included, and the log-prob of each token after temperature (None for NaN). If a `temperature` is
         passed (0: greedy) the log-probs are [], as they would not be TEMPERATURE's. Raises EngineError, after which the
-        engine cannot be used. `seed` is
-        for torch's global generator, from which vLLM draws: a generator for each request would cost a kernel per
-        sequence and token."""
+        engine cannot be used. `seed` is for torch's global generator, from which vLLM draws: a generator for each
+        request would cost a kernel per sequence and token."""
         s, is_rollout = self.settings, temperature is None
         parameters = self.sampling(
             n=1,
