@@ -24,7 +24,7 @@ from grpo.data.prompts import prompt_order, sampling_seed
 from grpo.data.scoring import Reward, RewardError, read_completions, score
 from grpo.learn.answer_rewards import RewardLookup, expected_text
 from grpo.learn.context import RunContext
-from grpo.learn.distributed import ROLLOUT, sync_stop_signal
+from grpo.learn.distributed import ROLLOUT
 from grpo.learn.expected_reward import AnswerRewards, StepRewards, action_tokens
 from grpo.learn.learner import Batch, Learner
 from grpo.learn.scored_rollout import ScoredRollout
@@ -81,15 +81,12 @@ class Trainer(Learner):
         measure: Callable[[Trainer], dict[str, float]] | None = None,
     ):
         self.run, self.measure = run, measure
-        self.timer = StepTimerCallback(
-            run.stop, lambda signal, model: sync_stop_signal(run.ranks, signal, model, self.state.global_step)
-        )
-        s, names = run.settings, [function.__name__ for function in rewards]
+        self.timer = StepTimerCallback(run.stop, run.ranks)
+        s = run.settings
         weights = config.reward_weights or [1.0] * len(rewards)  # The default is TRL's.
         self.run_log: RunLog | None = None  # Only rank 0 writes logs.
         if not run.ranks.rank:
-            steps = s.TOTAL_STEPS, s.EVAL_STEPS
-            self.run_log = RunLog(run.folder, *steps, names, s.LOG_PROMPTS, s.DIRECT_ANSWERS, s.steps_per_rollout)
+            self.run_log = RunLog(run.folder, s, [function.__name__ for function in rewards])
         self.columns = column_names(run.rows)  # Reward functions get them with every row.
         self.rollout_tokens = 0  # Tokens of the last rollout.
         self.lookup: RewardLookup | None = None  # None without EXPECTED_REWARD.
