@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import gc
 import math
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -156,8 +155,7 @@ class Engine:
     def __init__(self, llm: Any, sampling: Any, lora_request: Any, settings: Settings, stop_token_ids: Sequence[int]):
         self.llm, self.sampling, self.lora_request, self.settings = llm, sampling, lora_request, settings
         self.stop_token_ids = list(stop_token_ids)
-        # The folder of the adapter's files with ROLLOUT_SYNC=lora, once there is one; train_grpo.py deletes it.
-        self.folder: Path | None = None
+        self.folder: Path | None = None  # The folder of the adapter's files with ROLLOUT_SYNC=lora, once there is one.
         self.syncs = 0
         self.request = None  # The LoRARequest of the adapter that vLLM holds, with ROLLOUT_SYNC=lora.
         # The share of the adapter's update that arrived in vLLM's weights at the last merge, and its standard error.
@@ -221,7 +219,7 @@ class Engine:
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
                 # Other users can neither read this folder nor foresee its name and put a link there.
-                self.folder = self.folder or scratch_folder(Path(tempfile.gettempdir()))
+                self.folder = self.folder or scratch_folder()
                 write_adapter(policy, self.folder, s.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
                 self.llm.llm_engine.add_lora(self.request)
