@@ -156,7 +156,7 @@ def train(resolved: ResolvedRun) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
     import transformers
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig
     from trl import GRPOConfig
 
     from grpo.evaluate.progress import Progress
@@ -199,7 +199,7 @@ def train(resolved: ResolvedRun) -> int:
         load_rewards(specs, s),
         measure=progress.during if resolved.eval_rows else None,
     )
-    policy: PeftModel = trainer.accelerator.unwrap_model(trainer.model)
+    policy = trainer.model
     trainable = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
     if s.INIT_ADAPTER and not state.step:

@@ -29,7 +29,7 @@ from grpo.learn.expected_reward import AnswerRewards, StepRewards, action_tokens
 from grpo.learn.learner import Batch, Learner
 from grpo.learn.scored_rollout import ScoredRollout
 from grpo.learn.timer import StepTimerCallback
-from grpo.model.attention import using_attention
+from grpo.model.attention import unwrap_peft, using_attention
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
 from grpo.phases import LINE_S, Phase
@@ -233,7 +233,7 @@ class Trainer(Learner):
         run, share = self.run, self.run.packing == "prefix"
         longest = max(map(len, prompt_ids), default=0)
         limit = micro_batch_tokens(run.settings, run.plan.micro_batch, longest, share)
-        base, tokens = self.base_model_of(self.model), self.actions if actions is None else actions
+        base, tokens = unwrap_peft(self.model), self.actions if actions is None else actions
         with self.accelerator.autocast():
             return choose_tokens(base, prompt_ids, tokens, temperature, run.attention, limit, share)
 
@@ -248,7 +248,7 @@ class Trainer(Learner):
             using_attention(self.model, "eager"),
             evaluating(self.model),
             self.generating_at(temperature),
-            shared_prefill(self.base_model_of(self.model)),
+            shared_prefill(unwrap_peft(self.model)),
             Phase("generating", "completion", len(rank_prompts), LINE_S) as phase,
         ):
             for start in range(0, len(rank_prompts), chunk_size):
@@ -269,7 +269,7 @@ class Trainer(Learner):
         if not self.run.ranks.rank:
             request = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
             self.run.ranks.broadcast(request)
-        with evaluating(self.model), self.model.disable_adapter() if base else contextlib.nullcontext():
+        with self.model.disable_adapter() if base else contextlib.nullcontext():
             return self.generate(prompt_ids, samples, step, "evaluation", temperature, base)[0]
 
     def serve_rank0(self) -> None:
