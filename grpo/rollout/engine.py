@@ -160,7 +160,6 @@ class Engine:
         self.request = None  # The LoRARequest of the adapter that vLLM holds, with ROLLOUT_SYNC=lora.
         # The share of the adapter's update that arrived in vLLM's weights at the last merge, and its standard error.
         self.sync_share: tuple[float, float] | None = None
-        self.asleep = False
         self.pages: PagedWeights | None = None  # the learner's weights, on the GPU only while the engine sleeps
         self.used_gib = 0.0  # GPU memory that all processes held when the last rollout was generated.
         self.seconds = dict.fromkeys(("wake", "handover", "generate", "sleep"), 0.0)
@@ -182,10 +181,9 @@ class Engine:
             lend(None if whole else pointers)
 
     def wake(self) -> None:
-        """Brings weights and cache back onto the GPU. torch's free blocks are released first: the engine allocates
-        outside torch's allocator and does not retry (https://github.com/vllm-project/vllm/issues/15254)."""
-        if not self.asleep:
-            return
+        """Brings the weights and the cache of the sleeping engine back onto the GPU. torch's free blocks are released
+        first: the engine allocates outside torch's allocator and does not retry
+        (https://github.com/vllm-project/vllm/issues/15254)."""
         advice = "The GPU is too full beside the trainer: lower MICRO_BATCH or VLLM_GPU_MEM"
         if self.settings.EXPERTS in ("bf16", "mxfp4"):
             advice += f", or set EXPERTS={'mxfp4' if self.settings.EXPERTS == 'bf16' else 'paged'}"
@@ -194,12 +192,9 @@ class Engine:
                 self.pages.offload()
             torch.cuda.empty_cache()
             self.llm.wake_up()
-        self.asleep = False
 
     def sleep(self) -> None:
         """Moves the weights that are not lent to host memory, and drops the KV cache with its prefixes."""
-        if self.asleep:
-            return
         # vLLM also raises if the GPU holds more after falling asleep than before, even because of another process.
         advice = "Host memory may be short, where its weights go, or another process took GPU memory meanwhile"
         if self.pages:
@@ -208,7 +203,6 @@ class Engine:
             self.llm.sleep(level=1)
             if self.pages:
                 self.pages.reload()
-        self.asleep = True
 
     def sync_weights(self, policy: Module, active: bool = True, seed: int | None = None) -> None:
         """Gives the awake engine the adapter as it is now, or one of zeros if not `active`, and sets `sync_share`
