@@ -51,9 +51,21 @@ def forwarding_signals() -> Iterator[None]:
         _forwarding = False
 
 
-def _end_with_parent() -> None:
-    """In a child: asks Linux for a SIGTERM when its parent is killed, so that no run goes on unseen."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """In a child: asks Linux for this signal when its parent is killed, so that no process goes on unseen."""
+    if hasattr(_libc, "prctl"):  # Only Linux has it.
+        _libc.prctl(PR_SET_PDEATHSIG, number)
+
+
+@contextlib.contextmanager
+def delaying_signals() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP that arrive inside the block are delivered at its end. Processes that it starts never
+    receive them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def run_child(
@@ -78,7 +90,7 @@ def run_child(
             stdout=output,
             stderr=output and subprocess.STDOUT,
             process_group=0,
-            preexec_fn=_end_with_parent if hasattr(_libc, "prctl") else None,  # Only Linux has it.
+            preexec_fn=end_with_parent,
         )
         _children.add(child)
         for number in _received[:]:  # A signal that came while the child started was not forwarded.

@@ -19,6 +19,7 @@ import train_grpo
 from grpo.learn import timer
 from grpo.learn.trainer import Trainer
 from grpo.measure import harness, record, rollout
+from grpo.model.attention import unwrap_peft
 from grpo.model.load import VOCAB_WEIGHTS
 from grpo.plan.machine import Machine, installed_versions
 from grpo.rollout import engine as rollout_engine
@@ -98,7 +99,7 @@ def test_a_weight_that_is_written_fails(child, monkeypatch, name):
     monkeypatch.setattr(rollout, "lent_tensors", lambda policy: {"lent": weight})
 
     def write(trainer):
-        norm = trainer.base_model_of(trainer.model).model.layers[0].input_layernorm.weight
+        norm = unwrap_peft(trainer.model).model.layers[0].input_layernorm.weight
         changed = weight if name == "lent_changed" else norm.data
         changed.view(-1)[3] = torch.nextafter(changed.view(-1)[3], torch.tensor(9.0, dtype=changed.dtype))
 

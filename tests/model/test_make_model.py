@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/make_model.py: what it refuses."""
+"""scripts/make_model.py: what it refuses, and how the making of its rows ends."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import make_model
 import pytest
+from conftest import CLEAN, ROOT
 
 
 @pytest.mark.parametrize(
@@ -25,3 +32,45 @@ def test_errors(command, message, tmp_path, capsys):
     assert code == 2
     assert message.format(tmp=tmp_path) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+INTERRUPTED = """
+import multiprocessing.process, os, signal, sys, time
+from grpo.model.warmup_rows import make_rows
+from grpo.run.ending import run_script
+
+start, begun = multiprocessing.process.BaseProcess.start, []
+
+def start_and_strike(process):
+    start(process)
+    begun.append(process)
+    if len(begun) == 2:
+        time.sleep(3 * (sys.argv[1] == "SIGKILL"))  # Both ask for their end with the parent, on a busy machine too.
+        os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+        time.sleep(0.01)
+
+multiprocessing.process.BaseProcess.start = start_and_strike
+os.cpu_count = lambda: 3
+sys.exit(run_script(lambda: len(make_rows("compact", 100, 1, 1.0)[1])))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_no_process_outlives_the_one_that_makes_rows(name, tmp_path):
+    """An interrupt between the starts of two processes left one that waited for ever, and a kill left all."""
+    command = [sys.executable, "-c", INTERRUPTED, name]
+    environ = CLEAN | {"PYTHONPATH": str(ROOT)}
+    errors = tmp_path / "errors"
+    with errors.open("w") as file:
+        process = subprocess.Popen(command, env=environ, stderr=file, start_new_session=True)
+    number = signal.Signals[name]
+    assert process.wait(60) in (-number, 128 + number) and "Traceback" not in errors.read_text()
+    deadline = time.monotonic() + 20
+    try:
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail("a process goes on")
+    except ProcessLookupError:
+        pass

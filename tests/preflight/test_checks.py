@@ -39,6 +39,7 @@ CONFLICTS = [
     ({"LORA_TARGETS": "q_proj, v_porj"}, CPU, ["'v_porj' is nothing in gpt-oss", "nearest is v_proj"]),
     ({"LORA_TARGETS": "q_proj,24.experts"}, CPU, ["'24.experts' matches nothing", "layers 0 to 23"]),
     ({"LORA_TARGETS": "experts", "ROLLOUT_SYNC": "merge"}, H100, ["ROLLOUT_SYNC", "experts", "auto", "USE_VLLM=0"]),
+    ({"LORA_R": 513, "ROLLOUT_SYNC": "lora"}, H100, ["LORA_R", "at most 512, this is 513", "USE_VLLM=0"]),
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"WARMUP_STEPS": 100}, CPU, ["rise over 100 steps, the run has 100"]),
     ({"USE_VLLM": True}, CPU, ["needs a GPU"]),
@@ -68,6 +69,7 @@ def test_settings_that_go_together():
     for words in (" all-linear ", "q_proj, o_proj", "experts,7.experts,q_proj"):
         assert not settings_problems(CPU, LORA_TARGETS=words)
     assert not settings_problems(H100, LORA_TARGETS="experts", USE_VLLM=False, ROLLOUT_SYNC="merge")
+    assert not settings_problems(H100, LORA_R=513, ROLLOUT_SYNC="merge")
     assert not settings_problems(H100, TEMPERATURE=2.1, USE_VLLM=False) and not settings_problems(CPU, TEMPERATURE=2.1)
     assert not settings_problems(H100, TEMPERATURE=2.0, LOSS_TYPE="vespo")
     assert not settings_problems(dataclasses.replace(H100, capability=0.0)), "where it could not be read"
