@@ -87,7 +87,7 @@ def check_settings(settings: Settings, config: ModelConfig | None, machine: Mach
     if settings.USE_VLLM and not machine.gpus:
         problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
     beside_vllm = settings.USE_VLLM is not False and machine.gpus
-    if beside_vllm and settings.ROLLOUT_SYNC == "lora" and settings.LORA_R > LORA_RANKS[-1]:
+    if beside_vllm and settings.ROLLOUT_SYNC == "lora" and LORA_RANKS[-1] < settings.LORA_R:
         fault = f"vLLM loads adapters of a rank of at most {LORA_RANKS[-1]}, this is {settings.LORA_R}"
         problems.add("LORA_R", fault, "Lower it, or leave out experts and ROLLOUT_SYNC, or set USE_VLLM=0")
     for name in ("TEMPERATURE", "EVAL_TEMPERATURE") if beside_vllm else ():

@@ -145,8 +145,10 @@ def resolve_experts(settings: Settings, inputs: PlanInputs) -> tuple[str, str]:
     kinds = inputs.expert_kinds(settings)
     if len(kinds) == 1:
         return kinds[0], "the checkpoint's are not quantized"
-    fitting = (kind for kind in kinds if not inputs.machine.gpus or inputs.fits(settings, {"EXPERTS": kind}))
-    chosen = next(fitting, kinds[-1])
+    if not inputs.machine.gpus:
+        return kinds[0], "no GPU: models that a CPU can train are small"
+    fitting = (kind for kind in kinds if inputs.fits(settings, {"EXPERTS": kind}))
+    chosen = next(fitting, "paged" if "paged" in kinds else "mxfp4")  # Where nothing fits, what lacks least.
     return chosen, choices.EXPERTS_REASONS[chosen]
 
 

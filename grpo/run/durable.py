@@ -186,10 +186,11 @@ def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
 
 
 def sealed(record: Record) -> Record:
-    """A JSON record with the SHA-256 of its values, which does not depend on the file's layout."""
+    """A JSON record with the SHA-256 of its values, which does not depend on the file's layout. It comes first, because
+    users may delete its line, and the last line could not go without the comma before it."""
     plain = {name: value for name, value in record.items() if name != SEAL}
     normalized = json.loads(json.dumps(plain))  # Turns all keys into strings, so that they sort as after reading.
-    return plain | {SEAL: hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()}
+    return {SEAL: hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()} | plain
 
 
 def write_sealed(path: Path, record: Record) -> None:

@@ -139,7 +139,7 @@ def test_every_choice_has_its_reason_and_what_was_set_is_not_changed(tmp_path):
     assert changed == {"EXPERTS", "ROLLOUT_SYNC", "TOTAL_STEPS"}
     assert {name for name in FIELDS if resolved.sources[name] == "chosen"} == changed
     recorded = checks.run_records(resolved)["settings.json"]["choices"]
-    assert recorded["sync"][0] == "merge" and "fit beside all else" in recorded["experts"][1]
+    assert recorded["sync"][0] == "merge" and recorded["experts"][1].startswith("no GPU")
 
 
 def test_a_draft_is_planned(tiny_run, tmp_path):
@@ -151,7 +151,7 @@ def test_a_draft_is_planned(tiny_run, tmp_path):
 
 
 def test_a_choice_that_depends_on_other_settings(tiny_run):
-    assert tiny_run().settings.EXPERTS == "bf16" and "fit beside all else" in tiny_run().reasons["experts"]
+    assert tiny_run().settings.EXPERTS == "bf16" and tiny_run().reasons["experts"].startswith("no GPU")
     assert tiny_run(LORA_TARGETS="experts").settings.ROLLOUT_SYNC == "lora"
 
 
@@ -235,6 +235,15 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     whole = dataclasses.replace(shapes_on(machine, True), config=REAL_CONFIG | {"quantization_config": None})
     assert resolve.resolve_experts(Settings(EXPERTS=None), whole) == ("bf16", "the checkpoint's are not quantized")
     assert not memory_problems(machine, True, EXPERTS=chosen), "it fits"
+
+
+@pytest.mark.parametrize(("beside_vllm", "chosen"), [(True, "paged"), (False, "mxfp4")])
+def test_where_nothing_fits_the_refusal_is_about_the_smallest_experts(beside_vllm, chosen):
+    machine = dataclasses.replace(H100, capability=8.9, gpu_free=16.0)
+    settings = Settings(ROLLOUT_SYNC="merge")
+    experts = resolve.resolve_experts(settings, shapes_on(machine, beside_vllm))
+    assert experts == (chosen, EXPERTS_REASONS[chosen])
+    assert "weights 12.8" in only(memory_problems(machine, beside_vllm, EXPERTS=chosen)), "39 GiB were not asked for"
 
 
 @pytest.mark.parametrize(
