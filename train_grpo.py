@@ -28,10 +28,8 @@ import argparse
 import contextlib
 import io
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -158,7 +156,7 @@ def train(resolved: ResolvedRun) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
     import transformers
-    from peft import LoraConfig, PeftModel
+    from peft import LoraConfig
     from trl import GRPOConfig
 
     from grpo.evaluate.progress import Progress
@@ -188,7 +186,7 @@ def train(resolved: ResolvedRun) -> int:
     )
     options = grpo_options(s, torch.cuda.is_available(), specs, resolved.scale_rewards, resolved.epsilon_high)
     # Only rank 0 writes into OUTPUT_DIR.
-    output_dir = scratch_folder(Path(tempfile.gettempdir())) if ranks.rank else folder
+    output_dir = scratch_folder() if ranks.rank else folder
     if ranks.rank:
         options |= {"output_dir": str(output_dir), "report_to": "none"}
     progress = Progress(resolved)
@@ -201,7 +199,7 @@ def train(resolved: ResolvedRun) -> int:
         load_rewards(specs, s),
         measure=progress.during if resolved.eval_rows else None,
     )
-    policy: PeftModel = trainer.accelerator.unwrap_model(trainer.model)
+    policy = trainer.model
     trainable = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
     if s.INIT_ADAPTER and not state.step:
@@ -209,19 +207,15 @@ def train(resolved: ResolvedRun) -> int:
     checkpoint = adopt_rank0_state(ranks, policy, state.checkpoint, output_dir)
 
     stop.listen()
-    try:
-        if plan.engine:
-            context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, policy)
-            check_mismatch(trainer)
-        trainer.run_on_rank0(progress.before, trainer)
-        stop.at_once = False  # From here on a signal waits for the end of its step and a checkpoint.
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if ranks.rank:
-            trainer.serve_rank0()  # This raises RankLost with the exit code when rank 0 has finished the run.
-        return finish(trainer, progress, started)
-    finally:
-        if context.engine is not None and context.engine.folder:
-            shutil.rmtree(context.engine.folder, ignore_errors=True)
+    if plan.engine:
+        context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, policy)
+        check_mismatch(trainer)
+    trainer.run_on_rank0(progress.before, trainer)
+    stop.at_once = False  # From here on a signal waits for the end of its step and a checkpoint.
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if ranks.rank:
+        trainer.serve_rank0()  # This raises RankLost with the exit code when rank 0 has finished the run.
+    return finish(trainer, progress, started)
 
 
 def finish(trainer: Trainer, progress: Progress, started: float) -> int:

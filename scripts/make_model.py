@@ -23,7 +23,6 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -56,9 +55,9 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         if args.command == "full":
-            shape = {"20b": GPT_OSS_20B, "120b": GPT_OSS_120B}[args.shape]
-            shape = replace(shape, layers=args.layers or shape.layers)
-            write_full(args.out, shape, args.tokenizer, args.device)
+            sizes = {"20b": GPT_OSS_20B, "120b": GPT_OSS_120B}[args.shape]
+            sizes = sizes | ({"num_hidden_layers": args.layers} if args.layers else {})
+            write_full(args.out, sizes, args.tokenizer, args.device)
         else:
             write_tiny(args.out)
             print(FIGURES.format(**json.loads((args.out / "warmup.json").read_text(encoding="utf-8"))))

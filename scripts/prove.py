@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prove that the path a user runs learns: make a mid-size gpt-oss, train it with train_grpo.py, collect the figures.
 
-    python scripts/prove.py --out runs/proof --device cuda --tokenizer o200k/    # all, 20 minutes of one H100
+    python scripts/prove.py --out runs/proof --device cuda --tokenizer o200k/    # all stages
     python scripts/prove.py --out runs/proof --stage make --device cuda --tokenizer o200k/
     python scripts/prove.py --out runs/proof --stage train --set LEARNING_RATE=1e-3
     python scripts/prove.py --out runs/proof --stage collect

@@ -16,9 +16,9 @@ from grpo.learn.trainer import Trainer
 ANSWER = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>[{}]<|return|>"
 
 
-def generate_rank_completions(self, prompt_ids, num_generations, own, temperature):
+def generate_rank_completions(self, rank_prompts, num_generations, temperature):
     positions, texts = collections.Counter(), []
-    for ids in map(tuple, prompt_ids[own.start : own.stop]):
+    for ids in map(tuple, rank_prompts):
         positions[ids] += 1
         number = zlib.crc32(str((ids, positions[ids], self.state.global_step, temperature)).encode())
         texts.append(ANSWER.format("so " * (number % 7), number % 5))

@@ -48,8 +48,7 @@ def output_path(options: argparse.Namespace, name: str, problems: Problems) -> P
 
 def choose_engine(s: Settings, machine: Machine) -> tuple[bool, str]:
     """Whether vLLM generates, and the reason as text for the log."""
-    vllm = installed_versions(["vllm"])["vllm"]
-    use_vllm, why = choose_use_vllm(s.USE_VLLM, machine.gpus, s.MODEL_ID == "tiny", vllm, s.DIRECT_ANSWERS)
+    use_vllm, why = choose_use_vllm(s, machine.gpus, installed_versions(["vllm"])["vllm"])
     return use_vllm, f"{'vLLM' if use_vllm else 'transformers'}: {why}"
 
 

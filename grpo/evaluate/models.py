@@ -22,6 +22,7 @@ from grpo.data.prompts import sampling_seed
 from grpo.evaluate.exact import BATCH_TOKENS, answer_probabilities
 from grpo.learn.expected_reward import action_tokens
 from grpo.learn.trainer import Trainer
+from grpo.model.attention import unwrap_peft
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer
 from grpo.plan.engine import plan_engine
@@ -86,8 +87,8 @@ class TrainedModel(EvaluatedModel):
     def __init__(self, trainer: Trainer):
         self.trainer, self.settings = trainer, trainer.run.settings
         self.tokenizer, self.stops = trainer._tokenizer, trainer.eos_token_ids
-        self.policy = trainer.accelerator.unwrap_model(trainer.model)
-        self.network, self.choose_answers = trainer.base_model_of(trainer.model), trainer.choose_answers
+        self.policy = trainer.model
+        self.network, self.choose_answers = unwrap_peft(trainer.model), trainer.choose_answers
 
     def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
         prompt_ids = self.trainer._tokenize_prompts(prompts)[0]

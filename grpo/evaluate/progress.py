@@ -87,7 +87,7 @@ class Progress:
         episodes, rows = list(resolved.closed_loop.episodes), data_fingerprint(resolved.eval_rows)
 
         def save(folder: Path, record: best.Record) -> None:
-            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(str(folder))
+            trainer.model.save_pretrained(str(folder))
             words = f"S{record['in_words'][1:]}.\n"
             card = model_card(s, trainer.state.global_step, trainer.reward_summary, words, tokenizer="..")
             write_text(folder / "README.md", card)

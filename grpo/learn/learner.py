@@ -17,7 +17,7 @@ from trl.kernels import ChunkedLogProbFunction
 from grpo.learn.context import RunContext
 from grpo.learn.distributed import adapter_gradients, sum_over_ranks
 from grpo.learn.expected_reward import StepRewards, expected_rewards, mean_and_scale, token_advantages
-from grpo.model.attention import KERNELS, hidden_states
+from grpo.model.attention import KERNELS, hidden_states, unwrap_peft
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.phases import LINE_S, with_progress
@@ -64,7 +64,7 @@ class Learner(GRPOTrainer):
         known `sampling_per_token_logps` and `ref_per_token_logps` (B, C), and `old_per_token_logps` where several steps
         share a rollout (NaN: unknown, ratio 1). `answers` are the rewards of all actions; None without EXPECTED_REWARD.
         """
-        s, base, mask = self.run.settings, self.base_model_of(model), batch["completion_mask"]
+        s, base, mask = self.run.settings, unwrap_peft(model), batch["completion_mask"]
         means = slopes = torch.zeros(len(mask), device=mask.device)
         if answers is not None:
             batch, means, slopes = self.with_expected_rewards(base, batch, answers)
@@ -116,10 +116,6 @@ class Learner(GRPOTrainer):
         if self.importance_sampling_level == "token":
             return old
         return policy - ((policy - old) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-
-    def base_model_of(self, model: torch.nn.Module) -> PreTrainedModel:
-        """The gpt-oss inside PEFT's and accelerate's wrappers."""
-        return self.accelerator.unwrap_model(model).get_base_model()
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, PackedBatch]]:
         """The micro-batches of this rank's completions: their indices (b,) in `batch`, and the completions packed."""
@@ -265,7 +261,7 @@ class Learner(GRPOTrainer):
             "completion_mask": attention_mask[:, -logits_to_keep:],
         }
         logps = input_ids.new_zeros(batch["completion_ids"].shape, dtype=torch.float32)
-        base = self.base_model_of(model)
+        base = unwrap_peft(model)
         for rows, packed in self.micro_batches(batch):
             with evaluating(base), self.accelerator.autocast():  # The policy that sampled had no LORA_DROPOUT.
                 states = hidden_states(base, packed, self.run.attention)

@@ -9,18 +9,16 @@ from typing import Any
 from grpo.run.layout import run_folder
 from grpo.settings import Settings, split_commas
 
-# Settings that GRPOConfig and SFTConfig have under the same names; those that GRPOConfig has.
+# Settings that GRPOConfig and SFTConfig have under the same names; those that GRPOConfig has as well.
 TRAINING_SETTINGS = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")
 LOSS_SETTINGS = ("BETA", "LOSS_TYPE", "EPSILON", "IMPORTANCE_SAMPLING_LEVEL")
-ROLLOUT_SETTINGS = ("TEMPERATURE", "TOP_P", "STEPS_PER_GENERATION", "NUM_ITERATIONS")
-GRPO_SETTINGS = (*TRAINING_SETTINGS, *LOSS_SETTINGS, *ROLLOUT_SETTINGS, "SAVE_STEPS")
+GRPO_SETTINGS = (*LOSS_SETTINGS, "TEMPERATURE", "TOP_P", "STEPS_PER_GENERATION", "NUM_ITERATIONS", "SAVE_STEPS")
 
 
-def training_options(s: Settings, cuda: bool, shared: Sequence[str]) -> dict[str, Any]:
-    """Arguments that GRPOConfig and SFTConfig have in common; `shared` are the settings that are passed on as they
-    are."""
+def training_options(s: Settings, cuda: bool) -> dict[str, Any]:
+    """Arguments that GRPOConfig and SFTConfig have in common."""
     return {
-        **{name.lower(): getattr(s, name) for name in shared},
+        **{name.lower(): getattr(s, name) for name in TRAINING_SETTINGS},
         "output_dir": str(run_folder(s)),
         "max_steps": s.TOTAL_STEPS,
         "lr_scheduler_type": s.LR_SCHEDULER,
@@ -42,7 +40,8 @@ def grpo_options(
     and the upper clip range."""
     trackers = [name for name in split_commas(s.REPORT_TO) if name != "none"]
     return {
-        **training_options(s, cuda, GRPO_SETTINGS),
+        **training_options(s, cuda),
+        **{name.lower(): getattr(s, name) for name in GRPO_SETTINGS},
         # TRL refuses groups of one completion, which DIRECT_ANSWERS has: the whole step counts as a group until
         # `Trainer` sets the true size.
         "num_generations": s.PROMPTS_PER_STEP if s.DIRECT_ANSWERS else s.NUM_GENERATIONS,

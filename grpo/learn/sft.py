@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from grpo.learn.options import TRAINING_SETTINGS, training_options
+from grpo.learn.options import training_options
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import load_adapter, load_base, load_tokenizer
 from grpo.preflight.adapter import lora_options
@@ -49,7 +49,7 @@ def sft_options(s: Settings, cuda: bool, rows: int) -> dict[str, Any]:
     """Arguments of TRL's SFTConfig. A micro-batch has at most `rows` rows, and a step PROMPTS_PER_STEP."""
     rows = max(n for n in range(1, min(rows, s.PROMPTS_PER_STEP) + 1) if s.PROMPTS_PER_STEP % n == 0)
     return {
-        **training_options(s, cuda, TRAINING_SETTINGS),
+        **training_options(s, cuda),
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": s.PROMPTS_PER_STEP // rows,
         "max_length": None,  # Nothing needs to be cut: the preflight has measured the prompts.

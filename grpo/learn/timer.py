@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from transformers.trainer_callback import TrainerCallback
 
+from grpo.learn.distributed import sync_stop_signal
 from grpo.rollout.engine import gpu_used_gib
 from grpo.run.ending import StopRequest
+from grpo.run.ranks import Ranks
 
 
 class StepTimerCallback(TrainerCallback):
-    """Times each step and its parts. After a signal it saves a checkpoint and ends training.
+    """Times each step and its parts. After a signal to any process of the run it saves a checkpoint and ends
+    training."""
 
-    `sync_signal(signal of this process, model)` returns the signal that any process of the run received, 0 without one.
-    """
-
-    def __init__(self, stop: StopRequest, sync_signal: Callable[[int, torch.nn.Module], int]):
-        self.stop, self.sync_signal = stop, sync_signal
+    def __init__(self, stop: StopRequest, ranks: Ranks):
+        self.stop, self.ranks = stop, ranks
         self.parts = {"rollout": 0.0, "reward": 0.0}  # Seconds of each part of this step.
         self.started = self.seconds = 0.0
         self.used_gib = 0.0  # The highest use of the GPU that was read in this step.
@@ -57,7 +57,7 @@ class StepTimerCallback(TrainerCallback):
         # torch frees the blocks used by learning only when the engine wakes, so the current use is the peak of
         # learning.
         self.used_gib = max(self.used_gib, gpu_used_gib())
-        if signal := self.sync_signal(self.stop.signal, kwargs["model"]):
+        if signal := sync_stop_signal(self.ranks, self.stop.signal, kwargs["model"], state.global_step):
             self.stop.signal = signal
             control.should_save = control.should_training_stop = True
         return control

@@ -65,12 +65,13 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
         raise ModelError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
     write_data(options.out / "data", scale)
     tokenizer = checkpoint.read_tokenizer(options.tokenizer or TINY_PATH)
-    shape = replace(recipe.shape, vocab=(gptoss.GPT_OSS_20B if options.tokenizer else gptoss.TINY).vocab)
+    vocabulary = gptoss.GPT_OSS_20B if options.tokenizer else gptoss.TINY
+    sizes = recipe.sizes | {"vocab_size": vocabulary["vocab_size"]}
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    parts = count_parameters(gptoss.config_dict(shape))
+    parts = count_parameters(gptoss.config_dict(sizes))
     body = parts["total"] - parts["embeddings"]
     log(f"{body:,} parameters besides the embeddings")
-    recipe = replace(recipe, shape=shape)
+    recipe = replace(recipe, sizes=sizes)
     shutil.rmtree(model_dir, ignore_errors=True)  # An earlier model is replaced.
     with checkpoint.new_directory(model_dir) as directory:
         stages, probe = write_warmed_up(directory, recipe, tokenizer, options.device, options.seed, log)

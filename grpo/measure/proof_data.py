@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo.measure.record import split_settings
-from grpo.model.gptoss_format import Shape
+from grpo.model.gptoss_format import GPT_OSS_20B
 from grpo.model.warmup import TINY_RECIPE, Recipe
 from grpo.tasks.tes.dataset import synthetic_files
 
@@ -25,7 +25,10 @@ class Scale:
 
 # It has 43M weights besides the embeddings. hidden is a multiple of 256 and intermediate of 128, which vLLM's MXFP4
 # kernels prefer; head_dim is gpt-oss's.
-MID = Shape(layers=8, hidden=512, intermediate=384, experts=8, experts_per_token=4, heads=8, kv_heads=2, head_dim=64)
+MID = GPT_OSS_20B | {
+    "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 384, "num_local_experts": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2,
+}  # fmt: skip
 # The first sliding layer looks at neighbours; the second at an hour's own numbers and at the same number an hour
 # earlier (a line of the forecast has 26 tokens).
 MID_RECIPE = Recipe(

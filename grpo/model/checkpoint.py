@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
-from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, ModelError, Shape, config_dict
+from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, ModelError, Sizes, config_dict
 from grpo.plan.hub import TINY_PATH, WEIGHTS_INDEX
 from grpo.run.durable import locked
 
@@ -77,11 +77,11 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_checkpoint(directory: Path, shape: Shape, make: MakeTensor, tokenizer: Tokenizer) -> None:
-    """Fill `directory` with a checkpoint of this `shape`. `make` supplies the tensors; the chat template and the
+def write_checkpoint(directory: Path, sizes: Sizes, make: MakeTensor, tokenizer: Tokenizer) -> None:
+    """Fill `directory` with a checkpoint of these `sizes`. `make` supplies the tensors; the chat template and the
     constants in config.json are copied from data/tiny."""
     token_ids = special_token_ids(tokenizer)
-    config = config_dict(shape, token_ids)
+    config = config_dict(sizes, token_ids)
     write_json(directory / "config.json", config)
     generation = {"do_sample": True, "eos_token_id": [token_ids[token] for token in STOP_TOKENS]}
     generation |= {"bos_token_id": token_ids[BOS], "pad_token_id": token_ids[PAD]}

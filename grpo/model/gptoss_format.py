@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from grpo.plan.hub import TINY_PATH, read_json
+from grpo.plan.hub import REAL_CONFIG, TINY_PATH, read_json
 
 BLOCK = 32  # number of elements that share a scale in MXFP4
 
@@ -20,28 +19,11 @@ class ModelError(Exception):
     """A problem that the user can solve. The message says how; the command exits with 2."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a gpt-oss model. The defaults are those of openai/gpt-oss-20b (config.json, read in November 2026)."""
-
-    layers: int = 24  # alternating: even layers attend within the sliding window, odd ones to everything
-    hidden: int = 2880  # must be a multiple of 32, the MXFP4 block
-    intermediate: int = 2880  # of one expert; must be a multiple of 32
-    experts: int = 32
-    experts_per_token: int = 4
-    heads: int = 64
-    kv_heads: int = 8
-    head_dim: int = 64
-    vocab: int = 201088
-    sliding_window: int = 128
-
-
-GPT_OSS_20B = Shape()
-GPT_OSS_120B = Shape(layers=36, experts=128)
-TINY = Shape(
-    layers=3, hidden=64, intermediate=64, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=32, vocab=792,
-    sliding_window=32,
-)  # fmt: skip
+# Sizes of a gpt-oss by their names in config.json. The hidden and the intermediate size must be multiples of BLOCK.
+Sizes = dict[str, int]
+GPT_OSS_20B: Sizes = {name: size for name, size in REAL_CONFIG.items() if isinstance(size, int)}
+GPT_OSS_120B: Sizes = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
+TINY: Sizes = {name: size for name, size in read_json(TINY_PATH / "config.json").items() if name in GPT_OSS_20B}
 
 # MXFP4 holds four-bit floats (e2m1) in blocks of 32 that share a power-of-two scale. These are the magnitudes in the
 # order of their codes; bit 3 of a code is the sign.
@@ -98,25 +80,19 @@ BOS, EOS, PAD = "<|startoftext|>", "<|return|>", "<|endoftext|>"
 STOP_TOKENS = ("<|return|>", "<|endoftext|>", "<|call|>")  # the order of gpt-oss-20b's generation_config.json
 
 
-def config_dict(shape: Shape, token_ids: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """`config.json` of a gpt-oss of this shape: data/tiny's, which has the keys and the spelling of openai/gpt-oss-20b.
+def config_dict(sizes: Sizes, token_ids: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """`config.json` of a gpt-oss of these `sizes`: data/tiny's, which has the keys and the spelling of
+    openai/gpt-oss-20b. Even layers attend within the sliding window, odd ones to everything.
 
     `token_ids` are those of `SPECIAL_TOKENS`; without them all are 0, which is enough to count parameters.
     """
     token_ids = token_ids or dict.fromkeys(SPECIAL_TOKENS, 0)
-    return read_json(TINY_PATH / "config.json") | {
+    layers = range(sizes["num_hidden_layers"])
+    return {
+        **read_json(TINY_PATH / "config.json"),
+        **sizes,
         "eos_token_id": token_ids[EOS],
-        "experts_per_token": shape.experts_per_token,
-        "head_dim": shape.head_dim,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "layer_types": ["full_attention" if n % 2 else "sliding_attention" for n in range(shape.layers)],
-        "num_attention_heads": shape.heads,
-        "num_experts_per_tok": shape.experts_per_token,
-        "num_hidden_layers": shape.layers,
-        "num_key_value_heads": shape.kv_heads,
-        "num_local_experts": shape.experts,
+        "experts_per_token": sizes["num_experts_per_tok"],
+        "layer_types": ["full_attention" if n % 2 else "sliding_attention" for n in layers],
         "pad_token_id": token_ids[PAD],
-        "sliding_window": shape.sliding_window,
-        "vocab_size": shape.vocab,
     }

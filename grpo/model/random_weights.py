@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from grpo.model import checkpoint
-from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, Shape
+from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, Sizes
 
 # Factors of 1 / sqrt(fan-in) that give the standard deviations of random matrices: rounding errors stay small at any
 # width. With 0.02 everywhere (gpt-oss's initializer_range) two exact BF16 implementations disagree by 0.25 to 0.5 nats
@@ -56,10 +56,10 @@ def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> 
     return torch.empty(like.shape, dtype=torch.bfloat16, device=device).normal_(0.0, std, generator=generator)
 
 
-def write_full(out: Path, shape: Shape, tokenizer: Path, device: str) -> None:
+def write_full(out: Path, sizes: Sizes, tokenizer: Path, device: str) -> None:
     """Write a checkpoint with random weights, drawn on `device`, to `out`, with the tokenizer in the folder
     `tokenizer`."""
     vocabulary, generator = checkpoint.read_tokenizer(tokenizer), torch.Generator(device).manual_seed(0)
     with checkpoint.new_directory(out) as directory:
         make = partial(random_tensor, generator=generator)
-        checkpoint.write_checkpoint(directory, shape, make, vocabulary)
+        checkpoint.write_checkpoint(directory, sizes, make, vocabulary)

@@ -64,7 +64,7 @@ ALL_EXPERTS_FUNCTIONS.register(WARMUP_EXPERTS, fast_experts)
 class Recipe:
     """Everything that a warm-up depends on besides the seed: a change of any field changes the model."""
 
-    shape: gptoss.Shape
+    sizes: gptoss.Sizes
     prompt: str  # full or compact, as in make_dataset.py
     windows: int  # windows to learn from, with 40 rows each
     probe_windows: int  # windows on which the warm-up is measured
@@ -91,7 +91,7 @@ TINY_RECIPE = Recipe(
 
 def new_model(recipe: Recipe, tokenizer: Tokenizer) -> GptOssForCausalLM:
     """A gpt-oss in float32 with `fast_experts`, and initial weights from which reading is learned quickly."""
-    config = gptoss.config_dict(recipe.shape, special_token_ids(tokenizer))
+    config = gptoss.config_dict(recipe.sizes, special_token_ids(tokenizer))
     config.pop("quantization_config")
     model = GptOssForCausalLM._from_config(
         GptOssConfig.from_dict(config),
@@ -340,7 +340,7 @@ def write_warmed_up(
             parameter.data = parameter.data.bfloat16().float()  # as the checkpoint holds it
             tensors[name] = parameter.detach().to("cpu", torch.bfloat16)
     measure("stored")
-    write_checkpoint(directory, recipe.shape, lambda name, like: tensors[name], tokenizer)
+    write_checkpoint(directory, recipe.sizes, lambda name, like: tensors[name], tokenizer)
     return stages, probe
 
 

@@ -18,7 +18,7 @@ ModelConfig = Mapping[str, Any]  # A model's config.json.
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
-    """Parameters of a gpt-oss by part, from its config.json."""
+    """Parameters of a gpt-oss, in total and of embeddings and head, from its config.json."""
     hidden, layers, head = config["hidden_size"], config["num_hidden_layers"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     experts, inner = config["num_local_experts"], config["intermediate_size"]
@@ -26,7 +26,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     moe = experts * (3 * hidden * inner + 2 * inner + hidden) + experts * (hidden + 1)
     embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
     total = layers * (attention + moe + 2 * hidden) + embeddings + hidden
-    return {"total": total, "experts": layers * moe, "attention": layers * attention, "embeddings": embeddings}
+    return {"total": total, "embeddings": embeddings}
 
 
 def expert_elements(config: ModelConfig) -> int:

@@ -257,8 +257,10 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
         useful = [n for n in divisors(rank_completions) if gains_speed(settings, inputs, n)] or [1]
         micro = max((n for n in useful if learning_gib(settings, inputs, n, parts) <= learning_room), default=1)
         size = learning_gib(settings, inputs, micro, parts)
-        fit = f"whose {size:.1f} GiB fit beside the weights in {learning_share:.0%} of {where}"
-        micro_reason = f"largest divisor of {rank_completions} up to {useful[-1]} {fit}"
+        micro_reason = f"largest divisor of {rank_completions} up to {useful[-1]} whose {size:.1f} GiB fit"
+        if size > learning_room:
+            micro_reason = f"the smallest, whose {size:.1f} GiB do not fit"
+        micro_reason += f" beside the weights in {learning_share:.0%} of {where}"
     micro = min(micro, rank_completions)
     chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if settings.DIRECT_ANSWERS:
@@ -266,8 +268,8 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
     elif chunk is None:
         chunk = max((n for n in divisors(total) if generation_gib(settings, inputs, n, parts) <= room), default=1)
         size = generation_gib(settings, inputs, chunk, parts)
-        fit = f"whose cache and prefill ({size:.1f} GiB) fit in {share:.0%} of {where}"
-        chunk_reason = f"largest divisor of {total} {fit}"
+        batch, fit = (f"largest divisor of {total}", "fit") if size <= room else ("the smallest,", "do not fit")
+        chunk_reason = f"{batch} whose cache and prefill ({size:.1f} GiB) {fit} in {share:.0%} of {where}"
     # Choosing tokens (DIRECT_ANSWERS) takes less memory than learning.
     generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, inputs, chunk, parts)
     learning = learning_gib(settings, inputs, micro, parts)

@@ -17,6 +17,7 @@ from grpo.data.prompts import count_tokens
 from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.data.scoring import is_by_action
 from grpo.plan import hub, memory
+from grpo.plan.engine import LORA_RANKS
 from grpo.plan.hub import ModelConfig, ModelFiles
 from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
 from grpo.plan.memory import PlanInputs, format_changes, host_shortfall, memory_shortfall, plan_memory
@@ -85,7 +86,11 @@ def check_settings(settings: Settings, config: ModelConfig | None, machine: Mach
         problems.add("EXPERTS", f"{settings.MODEL_ID} has no MXFP4 experts", "Set EXPERTS=bf16")
     if settings.USE_VLLM and not machine.gpus:
         problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
-    for name in ("TEMPERATURE", "EVAL_TEMPERATURE") if settings.USE_VLLM is not False and machine.gpus else ():
+    beside_vllm = settings.USE_VLLM is not False and machine.gpus
+    if beside_vllm and settings.ROLLOUT_SYNC == "lora" and LORA_RANKS[-1] < settings.LORA_R:
+        fault = f"vLLM loads adapters of a rank of at most {LORA_RANKS[-1]}, this is {settings.LORA_R}"
+        problems.add("LORA_R", fault, "Lower it, or leave out experts and ROLLOUT_SYNC, or set USE_VLLM=0")
+    for name in ("TEMPERATURE", "EVAL_TEMPERATURE") if beside_vllm else ():
         if not VLLM_COLDEST <= getattr(settings, name) <= 2:
             fault = f"vLLM samples no colder than {VLLM_COLDEST}, and vLLM takes at most 2"
             problems.add(name, fault, "Set it between the two, or USE_VLLM=0")

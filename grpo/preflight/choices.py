@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from grpo.data.files import Row
 from grpo.data.heldout import demo_heldout, names_single_file
 from grpo.plan.machine import FLASH_PACKAGES
+from grpo.plan.targets import expert_words
 from grpo.settings import Settings
 from grpo.settings_table import TASK_FILES
 
@@ -40,31 +41,26 @@ def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[st
     return "prefix", "a prompt is computed once for all its completions"
 
 
-NOTHING_GENERATED = "DIRECT_ANSWERS chooses one token from a forward pass"
-
-
-def choose_use_vllm(
-    requested: bool | None, gpus: int, tiny: bool, vllm: str | None, direct: bool = False
-) -> tuple[bool, str]:
-    """(whether vLLM generates, reason). `direct`: DIRECT_ANSWERS."""
-    if direct:
-        return False, NOTHING_GENERATED
-    if requested is not None:
-        return requested, "set by USE_VLLM"
+def choose_use_vllm(settings: Settings, gpus: int, vllm: str | None) -> tuple[bool, str]:
+    """(whether vLLM generates, reason). `vllm`: its installed version."""
+    if settings.DIRECT_ANSWERS:
+        return False, "DIRECT_ANSWERS chooses one token from a forward pass"
+    if settings.USE_VLLM is not None:
+        return settings.USE_VLLM, "set by USE_VLLM"
     if not gpus:
         return False, "no GPU: transformers generates"
-    if tiny:
+    if settings.MODEL_ID == "tiny":
         return False, "the tiny model is made for CPUs: transformers generates"
     if not vllm:
         return False, "vLLM IS NOT INSTALLED: transformers generates, 50 times slower (scripts/setup.sh --gpu)"
     return True, "a GPU and vLLM are there"
 
 
-def choose_sync(requested: str | None, experts: bool) -> tuple[str, str]:
-    """(ROLLOUT_SYNC, reason), given whether LORA_TARGETS names experts."""
-    if requested is not None:
-        return requested, "set by ROLLOUT_SYNC"
-    if experts:
+def choose_sync(settings: Settings) -> tuple[str, str]:
+    """(ROLLOUT_SYNC, reason)."""
+    if settings.ROLLOUT_SYNC is not None:
+        return settings.ROLLOUT_SYNC, "set by ROLLOUT_SYNC"
+    if expert_words(settings.LORA_TARGETS):
         return "lora", "LORA_TARGETS names experts, which vLLM keeps in four bits: nothing can be merged into them"
     return "merge", "faster than lora, which only experts in LORA_TARGETS need"
 

@@ -17,7 +17,6 @@ from grpo.plan import hub
 from grpo.plan.hub import DraftModel, ModelConfig, ModelFiles
 from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, installed_versions, read_machine
 from grpo.plan.memory import KEPT_SHARE, LEAST_KEPT_TOKENS, Plan, PlanInputs, micro_batch_tokens, plan_memory
-from grpo.plan.targets import expert_words
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
 from grpo.run.folder import RunState
@@ -146,8 +145,10 @@ def resolve_experts(settings: Settings, inputs: PlanInputs) -> tuple[str, str]:
     kinds = inputs.expert_kinds(settings)
     if len(kinds) == 1:
         return kinds[0], "the checkpoint's are not quantized"
-    fitting = (kind for kind in kinds if not inputs.machine.gpus or inputs.fits(settings, {"EXPERTS": kind}))
-    chosen = next(fitting, kinds[-1])
+    if not inputs.machine.gpus:
+        return kinds[0], "no GPU: models that a CPU can train are small"
+    fitting = (kind for kind in kinds if inputs.fits(settings, {"EXPERTS": kind}))
+    chosen = next(fitting, "paged" if "paged" in kinds else "mxfp4")  # Where nothing fits, what lacks least.
     return chosen, choices.EXPERTS_REASONS[chosen]
 
 
@@ -183,15 +184,12 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     the closed loop, which are read only if it runs."""
     machine, rows, eval_rows = facts.machine, facts.rows, facts.eval_rows
     reasons = {"heldout": facts.heldout_reason}
-    is_tiny, vllm = settings.MODEL_ID == "tiny", facts.versions["vllm"]
-    direct = settings.DIRECT_ANSWERS
-    use_vllm, reasons["use_vllm"] = choices.choose_use_vllm(settings.USE_VLLM, machine.gpus, is_tiny, vllm, direct)
+    use_vllm, reasons["use_vllm"] = choices.choose_use_vllm(settings, machine.gpus, facts.versions["vllm"])
     settings = dataclasses.replace(settings, **facts.adapter.settings)
-    on_experts = bool(expert_words(settings.LORA_TARGETS))
-    sync, reasons["rollout_sync"] = choices.choose_sync(settings.ROLLOUT_SYNC, on_experts)
+    sync, reasons["rollout_sync"] = choices.choose_sync(settings)
     steps, reasons["total_steps"] = resolve_steps(settings, facts.sources, len(rows), problems)
     sources = resolve_sources(settings, facts)
-    if direct:
+    if settings.DIRECT_ANSWERS:
         settings = dataclasses.replace(settings, **DIRECT_SETTINGS)  # type: ignore[arg-type]
     settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync)
 

@@ -76,7 +76,8 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
         problems.add("DATA", "no row has an answer, or an action better than others", fix)
     # settings.json records the user's settings, without the changes for the checks.
     as_set = {name: getattr(settings, name) for name in (*ONLY_LEARNING, "MAX_COMPLETION_LEN", "OVERWRITE")}
-    steps, steps_reason = resolve_steps(settings, sources, sum(map(bool, answers)), Problems())
+    once = dataclasses.replace(settings, NUM_ITERATIONS=1)  # There is no rollout that could be learned from again.
+    steps, steps_reason = resolve_steps(once, sources, sum(map(bool, answers)), Problems())
     resolved = dataclasses.replace(
         resolved,
         settings=dataclasses.replace(resolved.settings, **as_set, TOTAL_STEPS=steps),

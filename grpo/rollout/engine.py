@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import gc
 import math
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -156,13 +155,11 @@ class Engine:
     def __init__(self, llm: Any, sampling: Any, lora_request: Any, settings: Settings, stop_token_ids: Sequence[int]):
         self.llm, self.sampling, self.lora_request, self.settings = llm, sampling, lora_request, settings
         self.stop_token_ids = list(stop_token_ids)
-        # The folder of the adapter's files with ROLLOUT_SYNC=lora, once there is one; train_grpo.py deletes it.
-        self.folder: Path | None = None
+        self.folder: Path | None = None  # The folder of the adapter's files with ROLLOUT_SYNC=lora, once there is one.
         self.syncs = 0
         self.request = None  # The LoRARequest of the adapter that vLLM holds, with ROLLOUT_SYNC=lora.
         # The share of the adapter's update that arrived in vLLM's weights at the last merge, and its standard error.
         self.sync_share: tuple[float, float] | None = None
-        self.asleep = False
         self.pages: PagedWeights | None = None  # the learner's weights, on the GPU only while the engine sleeps
         self.used_gib = 0.0  # GPU memory that all processes held when the last rollout was generated.
         self.seconds = dict.fromkeys(("wake", "handover", "generate", "sleep"), 0.0)
@@ -184,10 +181,9 @@ class Engine:
             lend(None if whole else pointers)
 
     def wake(self) -> None:
-        """Brings weights and cache back onto the GPU. torch's free blocks are released first: the engine allocates
-        outside torch's allocator and does not retry (https://github.com/vllm-project/vllm/issues/15254)."""
-        if not self.asleep:
-            return
+        """Brings the weights and the cache of the sleeping engine back onto the GPU. torch's free blocks are released
+        first: the engine allocates outside torch's allocator and does not retry
+        (https://github.com/vllm-project/vllm/issues/15254)."""
         advice = "The GPU is too full beside the trainer: lower MICRO_BATCH or VLLM_GPU_MEM"
         if self.settings.EXPERTS in ("bf16", "mxfp4"):
             advice += f", or set EXPERTS={'mxfp4' if self.settings.EXPERTS == 'bf16' else 'paged'}"
@@ -196,15 +192,9 @@ class Engine:
                 self.pages.offload()
             torch.cuda.empty_cache()
             self.llm.wake_up()
-        self.asleep = False
 
     def sleep(self) -> None:
-        """Moves the weights that are not lent to host memory, and drops the KV cache with its prefixes.
-
-        Changing `level` would not drop the weights: `KeepBackend` keeps them at any level, and `wake` and the plan of
-        host memory rely on that."""
-        if self.asleep:
-            return
+        """Moves the weights that are not lent to host memory, and drops the KV cache with its prefixes."""
         # vLLM also raises if the GPU holds more after falling asleep than before, even because of another process.
         advice = "Host memory may be short, where its weights go, or another process took GPU memory meanwhile"
         if self.pages:
@@ -213,7 +203,6 @@ class Engine:
             self.llm.sleep(level=1)
             if self.pages:
                 self.pages.reload()
-        self.asleep = True
 
     def sync_weights(self, policy: Module, active: bool = True, seed: int | None = None) -> None:
         """Gives the awake engine the adapter as it is now, or one of zeros if not `active`, and sets `sync_share`
@@ -224,7 +213,7 @@ class Engine:
             if s.ROLLOUT_SYNC == "lora":
                 self.syncs += 1
                 # Other users can neither read this folder nor foresee its name and put a link there.
-                self.folder = self.folder or scratch_folder(Path(tempfile.gettempdir()))
+                self.folder = self.folder or scratch_folder()
                 write_adapter(policy, self.folder, s.LORA_R, active)
                 self.request = self.lora_request(f"adapter-{self.syncs}", self.syncs, str(self.folder))
                 self.llm.llm_engine.add_lora(self.request)
@@ -251,9 +240,8 @@ class Engine:
         """One completion for each row, in order; a prompt is repeated for each of its completions. Returns token ids,
         the stop token included, and the log-prob of each token after temperature (None for NaN). If a `temperature` is
         passed (0: greedy) the log-probs are [], as they would not be TEMPERATURE's. Raises EngineError, after which the
-        engine cannot be used. `seed` is
-        for torch's global generator, from which vLLM draws: a generator for each request would cost a kernel per
-        sequence and token."""
+        engine cannot be used. `seed` is for torch's global generator, from which vLLM draws: a generator for each
+        request would cost a kernel per sequence and token."""
         s, is_rollout = self.settings, temperature is None
         parameters = self.sampling(
             n=1,

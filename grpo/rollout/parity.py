@@ -82,7 +82,7 @@ class MismatchCheck:
         self.engine: Engine = run.engine
         self.attention: str = run.attention
         self.results: list[dict[str, str | float]] = run.parity
-        self.policy: PeftModel = trainer.accelerator.unwrap_model(trainer.model)
+        self.policy: PeftModel = trainer.model
         self.autocast = trainer.accelerator.autocast
         texts = [row.prompt for row in run.rows[:PARITY_PROMPTS]]
         self.prompts: list[list[int]] = trainer.processing_class(text=texts)["input_ids"]

@@ -112,11 +112,11 @@ def locked(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def scratch_folder(parent: Path) -> Path:
-    """A new folder in `parent` that nobody else can read, with a random name so that nobody can put a link there first.
+def scratch_folder() -> Path:
+    """A new temporary folder that nobody else can read, with a random name so that nobody can put a link there first.
     It is deleted when this process ends; if it is killed, by the next process that makes a scratch folder."""
     me = str(os.getpid())
-    for leftover in parent.glob(f"{SCRATCH}*"):
+    for leftover in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
         maker = leftover.name.removeprefix(SCRATCH).partition("-")[0]
         if maker != me and Path("/proc", maker).exists():
             continue  # Its maker may not have locked it yet.
@@ -125,7 +125,7 @@ def scratch_folder(parent: Path) -> Path:
                 with locked(leftover) as is_free:
                     if is_free:
                         shutil.rmtree(leftover, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{me}-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{me}-"))
     with contextlib.suppress(OSError):  # On a file system without locks nothing is taken for a leftover.
         fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # The lock lasts until this process ends.
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -186,10 +186,11 @@ def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
 
 
 def sealed(record: Record) -> Record:
-    """A JSON record with the SHA-256 of its values, which does not depend on the file's layout."""
+    """A JSON record with the SHA-256 of its values, which does not depend on the file's layout. It comes first, because
+    users may delete its line, and the last line could not go without the comma before it."""
     plain = {name: value for name, value in record.items() if name != SEAL}
     normalized = json.loads(json.dumps(plain))  # Turns all keys into strings, so that they sort as after reading.
-    return plain | {SEAL: hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()}
+    return {SEAL: hashlib.sha256(json.dumps(normalized, sort_keys=True).encode()).hexdigest()} | plain
 
 
 def write_sealed(path: Path, record: Record) -> None:

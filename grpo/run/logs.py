@@ -22,7 +22,7 @@ from statistics import fmean, median
 
 from grpo.data.scoring import Completion, completion_rates
 from grpo.run.layout import LOGS
-from grpo.settings import log
+from grpo.settings import Settings, log
 from grpo.settings_table import TASK_FIGURES
 from rewards import best_action
 
@@ -183,33 +183,21 @@ class Pace:
 
 class RunLog:
     """The logs of OUTPUT_DIR: each step's completions and metrics, its line in training.log, and warnings if answers
-    stop parsing or rewards stop teaching. A resumed run goes on with the history in metrics.csv.
+    stop parsing or rewards stop teaching. A resumed run goes on with the history in metrics.csv. `functions` are the
+    names of the reward functions."""
 
-    `functions`: the names of the reward functions; `prompts`: whether completions.csv holds the prompts; `direct`:
-    whether each completion is a single chosen token (DIRECT_ANSWERS), whose form and length are not logged;
-    `steps_per_rollout`: how many steps share their completions."""
-
-    def __init__(
-        self,
-        folder: Path,
-        total_steps: int,
-        eval_steps: int = 0,
-        functions: Sequence[str] = (),
-        prompts: bool = False,
-        direct: bool = False,
-        steps_per_rollout: int = 1,
-    ):
-        self.direct = direct
+    def __init__(self, folder: Path, settings: Settings, functions: Sequence[str] = ()):
+        # With DIRECT_ANSWERS each completion is a single chosen token, whose form and length are not logged.
+        self.direct, self.total_steps = settings.DIRECT_ANSWERS, settings.TOTAL_STEPS
         self.function_columns = [function_column(name) for name in functions]
-        prompt_column = [PROMPT] if prompts else []
+        prompt_column = [PROMPT] if settings.LOG_PROMPTS else []
         metrics, completions = (folder / name for name in LOGS)
         self.metrics = CsvLog(metrics, [*METRICS, *self.function_columns])
         self.completions = CsvLog(completions, [*COMPLETIONS, *prompt_column, *self.function_columns])
-        self.total_steps = total_steps
         self.rates: dict[str, float | None] = {}  # Column -> figure of the last completions.
         with metrics.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-        self.pace = Pace(total_steps, eval_steps, rows, steps_per_rollout)
+        self.pace = Pace(self.total_steps, settings.EVAL_STEPS, rows, settings.steps_per_rollout)
         self.history = {name: [float(row[name] or "nan") for row in rows] for name in WATCHED}
         self.warned_at: dict[str, int] = {}
 

@@ -14,6 +14,7 @@ from trainers import gradient_of, moved_by_training
 from grpo.data.prompts import open_answer
 from grpo.learn import learner
 from grpo.learn.expected_reward import action_tokens
+from grpo.model.attention import unwrap_peft
 from grpo.rollout import direct
 from grpo.settings import FIELDS
 
@@ -125,7 +126,7 @@ def test_a_step_is_two_forward_passes(tiny, tmp_path, monkeypatch):
 
 def test_logits_are_held_for_one_position_of_a_prompt(tiny, tmp_path, monkeypatch):
     trainer, shapes = direct_trainer(tiny, tmp_path), []
-    head = trainer.base_model_of(trainer.model).get_output_embeddings()
+    head = unwrap_peft(trainer.model).get_output_embeddings()
     head.register_forward_hook(lambda module, arguments, logits: shapes.append(tuple(logits.shape)))
     step_gradient(trainer, micro_batch=1)
     assert shapes == [(1, trainer.model.config.vocab_size)] * 3
@@ -174,7 +175,7 @@ def test_probabilities_and_tokens_behind_prompts(tiny, tmp_path):
     trainer.model.eval()
     with torch.no_grad():
         logps = torch.stack([logps_by_hand(trainer, row) for row in trainer.run.rows])
-    base = trainer.base_model_of(trainer.model)
+    base = unwrap_peft(trainer.model)
     for limit in (1, 10_000):
         _, chances = direct.choose_tokens(base, prompts, tokens, trainer.temperature, "eager", limit, True)
         torch.testing.assert_close(chances, logps.exp()[:, tokens], rtol=1e-4, atol=1e-7)

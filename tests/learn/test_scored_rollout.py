@@ -19,6 +19,7 @@ from trainers import batch, loss_and_gradients, make, plain_float32, policy_logp
 
 from grpo.learn.distributed import ROLLOUT, flat_adapter
 from grpo.learn.learner import Learner
+from grpo.model.attention import unwrap_peft
 from grpo.run.checkpoints import checkpoint_fault
 from grpo.run.folder import cut_logs
 from grpo.run.layout import MANIFEST
@@ -115,7 +116,7 @@ def test_the_expected_reward_is_that_of_the_policy_that_learns(tiny, tmp_path):
     assert apart(step_gradient(trainer, at_answer, answers), fresh) < 1e-5
     # With a ratio of e at every token of the prefix, the gradient of the prefix alone is e times as large.
     older = inputs | {"old_per_token_logps": policy - (before | ~answers.is_expected[:, None]).float()}
-    by_token, means, slopes = trainer.with_expected_rewards(trainer.base_model_of(trainer.model), inputs, answers)
+    by_token, means, slopes = trainer.with_expected_rewards(unwrap_peft(trainer.model), inputs, answers)
     prefix = step_gradient(trainer, older, answers) - fresh
     without_v = by_token, means, torch.zeros_like(slopes)
     trainer.with_expected_rewards = lambda *arguments: without_v

@@ -128,9 +128,9 @@ def test_sft_leaves_out_what_a_run_on_these_rows_would_hold_out(tmp_path):
     rows = [["x" * n, 0, 1] for n in range(1, 41)]
     data = write_csv(tmp_path / "own.csv", ["question", "reward_action_0", "reward_action_1"], rows)
     environ = ENVIRON | {"DATA": str(data), "NUM_TRAIN_EPOCHS": "2", "PROMPTS_PER_STEP": "4"}
-    resolved, answers = sft_preflight(environ, tmp_path / "out")
+    resolved, answers = sft_preflight(environ | {"NUM_ITERATIONS": "2"}, tmp_path / "out")
     run = preflight(environ | {"OUTPUT_DIR": str(tmp_path / "run")})
     assert [row.id for row in resolved.rows] == [row.id for row in run.rows] and len(answers) == len(run.rows) == 34
-    assert resolved.settings.TOTAL_STEPS == 17, "2 x 34 rows by 4"
+    assert resolved.settings.TOTAL_STEPS == 17, "2 x 34 rows by 4: there is no rollout to learn from twice"
     resolved, answers = sft_preflight(environ | {"EVAL_SAMPLES": "0"}, tmp_path / "out")
     assert len(answers) == len(resolved.rows) == 40

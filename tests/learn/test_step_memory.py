@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainers import batch, loss_and_gradients, make, step_of
 
+from grpo.model.attention import unwrap_peft
+
 pytestmark = pytest.mark.numeric
 
 TILE = 101  # of the tiny model's 792 tokens: seven tiles and a smaller one; equal to no other size of the model
@@ -34,7 +36,7 @@ class Shapes(TorchDispatchMode):
 
 def full_logits(shapes, trainer):
     """Those which hold the whole vocabulary for some tokens, flattened ones too; the head's own weight is none."""
-    vocabulary, hidden = trainer.base_model_of(trainer.model).get_output_embeddings().weight.shape
+    vocabulary, hidden = unwrap_peft(trainer.model).get_output_embeddings().weight.shape
     sizes = {shape: math.prod(shape) for shape in shapes.seen if sorted(shape) != sorted((vocabulary, hidden))}
     return [shape for shape, size in sizes.items() if size and size % vocabulary == 0]
 
@@ -58,7 +60,7 @@ def test_a_step_computes_each_micro_batch_once(tiny, tmp_path, beta, checkpointi
     computed once more where it is checkpointed, and not a third time."""
     trainer = make(tiny, tmp_path, BETA=beta, GRADIENT_CHECKPOINTING=checkpointing, TOTAL_STEPS=1, MICRO_BATCH=1)
     trainer._generate_single_turn = lambda *arguments: step_of(trainer, 4)
-    base, forwards, layers = trainer.base_model_of(trainer.model), [], []  # by call: whether it is for a gradient
+    base, forwards, layers = unwrap_peft(trainer.model), [], []  # by call: whether it is for a gradient
     base.model.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     base.model.layers[0].register_forward_pre_hook(lambda *_: layers.append(torch.is_grad_enabled()))
     with mock.patch.object(trainer, "learn", wraps=trainer.learn) as learn:

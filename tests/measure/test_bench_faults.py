@@ -32,7 +32,7 @@ def test_a_fault_comes_in_its_phase(build, monkeypatch, fault):
         timer.assert_called_once_with(faults.PHASES[phase][2], os.kill, (os.getpid(), signal.SIGKILL))
     # In the second step's learning, in its checkpoint, or in the rollout that follows.
     assert trainer.state.global_step == {"learn": 1}.get(phase, 2)
-    assert trainer.run.engine.asleep == (phase in ("wake", "learn", "save"))
+    assert trainer.run.engine.llm.asleep == (phase in ("wake", "learn", "save"))
 
 
 DEAD = "generating failed (RuntimeError: EngineCore died)"

@@ -18,6 +18,7 @@ import train_grpo
 from grpo.learn import timer
 from grpo.learn.trainer import Trainer
 from grpo.measure import harness, record, rollout
+from grpo.model.attention import unwrap_peft
 from grpo.model.load import VOCAB_WEIGHTS
 from grpo.plan.machine import Machine
 from grpo.rollout import engine as rollout_engine
@@ -83,7 +84,7 @@ def test_a_weight_that_is_written_fails(child, monkeypatch, name):
 
     def write(trainer, *arguments):
         loss = learn(trainer, *arguments)
-        norm = trainer.base_model_of(trainer.model).model.layers[0].input_layernorm.weight
+        norm = unwrap_peft(trainer.model).model.layers[0].input_layernorm.weight
         changed = weight if name == "lent_changed" else norm.data
         changed.view(-1)[3] = torch.nextafter(changed.view(-1)[3], torch.tensor(9.0, dtype=changed.dtype))
         return loss

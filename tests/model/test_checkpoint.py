@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from grpo.model.checkpoint import new_directory
-from grpo.model.gptoss_format import ModelError, Shape
+from grpo.model.gptoss_format import GPT_OSS_20B, ModelError
 from grpo.model.random_weights import MATRIX_GAIN, write_full
 from grpo.plan.hub import TINY_PATH
 
-SMALL = Shape(
-    layers=2, hidden=64, intermediate=96, experts=4, experts_per_token=2, heads=4, kv_heads=2, head_dim=16, vocab=800
-)
+SMALL = GPT_OSS_20B | {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4, "head_dim": 16,
+    "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 800,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,9 +47,9 @@ def test_transformers_loads_random_weights_of_the_right_size_bit_for_bit(small):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     assert model.config.layer_types == ["sliding_attention", "full_attention"]
     for name, fan_in in (
-        ("mlp.experts.gate_up_proj", SMALL.hidden),
-        ("mlp.experts.down_proj", SMALL.intermediate),
-        ("self_attn.o_proj.weight", SMALL.heads * SMALL.head_dim),
+        ("mlp.experts.gate_up_proj", SMALL["hidden_size"]),
+        ("mlp.experts.down_proj", SMALL["intermediate_size"]),
+        ("self_attn.o_proj.weight", SMALL["num_attention_heads"] * SMALL["head_dim"]),
     ):
         gain = MATRIX_GAIN[name.removesuffix(".weight").rpartition(".")[2]]
         assert tensors[f"model.layers.1.{name}"].float().std().item() == pytest.approx(gain / fan_in**0.5, rel=0.05)

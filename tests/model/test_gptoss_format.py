@@ -64,12 +64,12 @@ def test_quantized_experts_are_those_that_the_model_computes_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "size", "weights"),
+    ("sizes", "size", "weights"),
     [(GPT_OSS_20B, 13_761_264_768, 20_914_757_184), (GPT_OSS_120B, 65_248_815_744, 116_829_156_672)],
 )
-def test_config_is_gpt_osss(shape: gptoss.Shape, size: int, weights: int) -> None:
+def test_config_is_gpt_osss(sizes: gptoss.Sizes, size: int, weights: int) -> None:
     """Sizes by total_size in the model.safetensors.index.json of openai/gpt-oss-20b and 120b; numbers of weights."""
-    config = config_dict(shape)
+    config = config_dict(sizes)
     assert config["max_position_embeddings"] == 131072
     assert sum(tensor.nbytes for tensor in expected_tensors(GptOssConfig.from_dict(config)).values()) == size
     assert count_parameters(config)["total"] == weights

@@ -22,8 +22,8 @@ from grpo.tasks.tes.profiles import TRAIN_START
 pytestmark = pytest.mark.numeric
 
 # A window that is shorter than the rows of these tests.
-SHAPE = dataclasses.replace(TINY, layers=4, sliding_window=12)
-RECIPE = dataclasses.replace(TINY_RECIPE, shape=SHAPE, batch=8, steps=40)
+SIZES = TINY | {"num_hidden_layers": 4, "sliding_window": 12}
+RECIPE = dataclasses.replace(TINY_RECIPE, sizes=SIZES, batch=8, steps=40)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def model(tokenizer):
 
 def test_fast_experts_equal_transformers_in_values_and_gradients(model):
     """Float32, with weights at which the router's choice matters."""
-    ids = torch.randint(TINY.vocab, (2, 40), generator=torch.Generator().manual_seed(1))
-    direction = torch.randn(TINY.hidden, generator=torch.Generator().manual_seed(4))
+    ids = torch.randint(TINY["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(1))
+    direction = torch.randn(TINY["hidden_size"], generator=torch.Generator().manual_seed(4))
     for layer in model.model.layers:
         layer.mlp.router.weight.data.mul_(20)
     results = []
@@ -69,10 +69,10 @@ def test_fast_experts_equal_transformers_in_values_and_gradients(model):
 
 
 def test_initial_heads_look_back_by_their_distance(model):
-    ids = torch.randint(TINY.vocab, (1, 30), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(TINY["vocab_size"], (1, 30), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         attentions = model(input_ids=ids, output_attentions=True, use_cache=False).attentions[0]
-    for head in range(TINY.heads):
+    for head in range(TINY["num_attention_heads"]):
         distance = RECIPE.distances[0][head]
         looked = attentions[0, head, 20:].argmax(-1)
         assert (torch.arange(20, 30) - looked == distance).float().mean() >= 0.8  # content has a say too
@@ -137,7 +137,7 @@ def test_the_warm_up_learns_format_text_and_readings(model, rows):
 
 def test_answers_are_taught_to_follow_the_plan_that_is_shown(model, chain_rows, monkeypatch):
     """From a model whose log-probs of the four actions at the answer are 0, -1, -2 and -3, and 0 everywhere else."""
-    logp, shown, name = torch.zeros(len(chain_rows.answer), SHAPE.vocab), [], chain_rows.write_actions
+    logp, shown, name = torch.zeros(len(chain_rows.answer), SIZES["vocab_size"]), [], chain_rows.write_actions
     logp[chain_rows.choices[1], chain_rows.actions[1]] = -torch.arange(4.0)
     monkeypatch.setattr(
         "grpo.model.warmup.log_probs", lambda model, hidden: logp[: hidden.shape[1]].expand(len(hidden), -1, -1)
@@ -157,7 +157,7 @@ def test_answers_are_taught_to_follow_the_plan_that_is_shown(model, chain_rows, 
 
 
 def test_figures_of_a_model_that_reasons_count_all_plans(model, chain_rows, monkeypatch):
-    shares, logp = torch.tensor([0.7, 0.1, 0.1, 0.1]), torch.zeros(len(chain_rows.answer), SHAPE.vocab)
+    shares, logp = torch.tensor([0.7, 0.1, 0.1, 0.1]), torch.zeros(len(chain_rows.answer), SIZES["vocab_size"])
     logp[chain_rows.choices[0], chain_rows.actions[0]] = math.log(0.2)
     logp[chain_rows.choices[1], chain_rows.actions[1]] = shares.log()
     logp[chain_rows.numbers[0]] = math.log(0.5)

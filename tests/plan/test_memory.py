@@ -18,8 +18,8 @@ from peft import LoraConfig, get_peft_model
 
 import train_grpo
 from grpo.plan import memory
-from grpo.plan.engine import capture_sizes
-from grpo.plan.hub import REAL_CONFIG, DraftModel, read_json
+from grpo.plan.engine import LOADING_PARTS, capture_sizes
+from grpo.plan.hub import REAL_CONFIG, DraftModel, checkpoint_gib, packed_gib, read_json
 from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
@@ -137,6 +137,10 @@ def test_gpt_oss_120b_takes_what_the_documentation_says():
         planned = chosen.start_peak, chosen.rollout_peak, chosen.learning_peak
         assert [f"{peak:.1f}" for peak in planned] == peaks and str(chosen.micro_batch) == micro
         assert ("parts" in rest) is (chosen.expert_parts > 1)
+    assert f"{chosen.on_host:.1f} GiB of host memory at most, {checkpoint_gib(LARGE_CONFIG):.0f} of disk" in text
+    assert f"more than its weights, {chosen.engine.weights:.1f} GiB" in text
+    saved = LOADING_PARTS * packed_gib(LARGE_CONFIG) / 36 * (1 - 32 / 128)
+    assert f"takes {saved:.1f} GiB less" in text
 
 
 WHOLE_H200 = 139.8
@@ -213,6 +217,15 @@ def test_kept_activations_limit_micro_batches_alone():
     assert [chosen.micro_batch for chosen in plans] == [2, 12]
     for chosen, share in zip(plans, ("50%", "90%"), strict=True):
         assert chosen.micro_batch_reason.endswith(f"fit beside the weights in {share} of 100.0 GiB free on the GPU")
+
+
+def test_the_smallest_batch_is_not_said_to_fit():
+    """With kept activations learning may take half of the GPU, and BF16 weights are nearly that alone."""
+    cramped = plan(EXPERTS="bf16", GRADIENT_CHECKPOINTING=False)
+    assert cramped.micro_batch == 1 and cramped.micro_batch_reason.startswith("the smallest, whose ")
+    assert cramped.micro_batch_reason.endswith("GiB do not fit beside the weights in 50% of 79.0 GiB free on the GPU")
+    small = plan(dataclasses.replace(H100, gpu_free=10.0), EXPERTS="mxfp4")
+    assert small.generation_batch == 1 and "GiB) do not fit in 90% of 10.0" in small.generation_batch_reason
 
 
 def test_a_micro_batch_is_as_large_as_pays():
@@ -307,7 +320,7 @@ def test_a_rollout_of_several_steps_is_planned_as_a_step_of_as_many_prompts():
     shared, large = vllm_plan(STEPS_PER_GENERATION=4).engine, vllm_plan(PROMPTS_PER_STEP=48).engine
     assert shared.max_num_seqs == 384 and "one rollout: 48 prompts" in shared.cache_reason
     assert dataclasses.replace(shared, cache_reason="") == dataclasses.replace(large, cache_reason="")
-    assert "largest divisor of 384 " in plan(CPU, 930, STEPS_PER_GENERATION=4).generation_batch_reason
+    assert "largest divisor of 384 " in plan(H100, 930, STEPS_PER_GENERATION=4).generation_batch_reason
 
 
 def test_a_share_and_little_room_shrink_the_cache():

@@ -38,6 +38,7 @@ CONFLICTS = [
     ({"LORA_TARGETS": "q_proj, v_porj"}, CPU, ["'v_porj' is nothing in gpt-oss", "nearest is v_proj"]),
     ({"LORA_TARGETS": "q_proj,24.experts"}, CPU, ["'24.experts' matches nothing", "layers 0 to 23"]),
     ({"LORA_TARGETS": "experts", "ROLLOUT_SYNC": "merge"}, H100, ["ROLLOUT_SYNC", "experts", "auto", "USE_VLLM=0"]),
+    ({"LORA_R": 513, "ROLLOUT_SYNC": "lora"}, H100, ["LORA_R", "at most 512, this is 513", "USE_VLLM=0"]),
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"WARMUP_STEPS": 100}, CPU, ["rise over 100 steps, the run has 100"]),
     ({"USE_VLLM": True}, CPU, ["needs a GPU"]),
@@ -67,6 +68,7 @@ def test_settings_that_go_together():
     for words in (" all-linear ", "q_proj, o_proj", "experts,7.experts,q_proj"):
         assert not settings_problems(CPU, LORA_TARGETS=words)
     assert not settings_problems(H100, LORA_TARGETS="experts", USE_VLLM=False, ROLLOUT_SYNC="merge")
+    assert not settings_problems(H100, LORA_R=513, ROLLOUT_SYNC="merge")
     assert not settings_problems(H100, TEMPERATURE=2.1, USE_VLLM=False) and not settings_problems(CPU, TEMPERATURE=2.1)
     assert not settings_problems(H100, TEMPERATURE=2.0, LOSS_TYPE="vespo")
     assert not settings_problems(dataclasses.replace(H100, capability=0.0)), "where it could not be read"
@@ -136,7 +138,7 @@ def test_every_choice_has_its_reason_and_what_was_set_is_not_changed(tmp_path):
     assert changed == {"EXPERTS", "ROLLOUT_SYNC", "TOTAL_STEPS"}
     assert {name for name in FIELDS if resolved.sources[name] == "chosen"} == changed
     recorded = checks.run_records(resolved)["settings.json"]["choices"]
-    assert recorded["sync"][0] == "merge" and "fit beside all else" in recorded["experts"][1]
+    assert recorded["sync"][0] == "merge" and recorded["experts"][1].startswith("no GPU")
 
 
 def test_a_draft_is_planned(tiny_run, tmp_path):
@@ -148,6 +150,7 @@ def test_a_draft_is_planned(tiny_run, tmp_path):
 
 
 def test_a_choice_that_depends_on_other_settings(tiny_run):
+    assert tiny_run().settings.EXPERTS == "bf16" and tiny_run().reasons["experts"].startswith("no GPU")
     assert tiny_run(LORA_TARGETS="experts").settings.ROLLOUT_SYNC == "lora"
 
 
@@ -227,6 +230,15 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     whole = dataclasses.replace(plan_inputs(machine, True), config=REAL_CONFIG | {"quantization_config": None})
     assert resolve.resolve_experts(Settings(EXPERTS=None), whole) == ("bf16", "the checkpoint's are not quantized")
     assert not memory_problems(machine, True, EXPERTS=chosen), "it fits"
+
+
+@pytest.mark.parametrize(("beside_vllm", "chosen"), [(True, "paged"), (False, "mxfp4")])
+def test_where_nothing_fits_the_refusal_is_about_the_smallest_experts(beside_vllm, chosen):
+    machine = dataclasses.replace(H100, capability=8.9, gpu_free=16.0)
+    settings = Settings(ROLLOUT_SYNC="merge")
+    experts = resolve.resolve_experts(settings, plan_inputs(machine, beside_vllm))
+    assert experts == (chosen, EXPERTS_REASONS[chosen])
+    assert "weights 12.8" in only(memory_problems(machine, beside_vllm, EXPERTS=chosen)), "39 GiB were not asked for"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_a_seed_is_a_rollout(build):
     engine, prompts = trainer.run.engine, prompts_of(trainer)
     first = engine.rollout(trainer.model, prompts, seed=7)
     torch.rand(5)
-    assert engine.asleep and engine.rollout(trainer.model, prompts, seed=7) == first
+    assert engine.llm.asleep and engine.rollout(trainer.model, prompts, seed=7) == first
     assert engine.rollout(trainer.model, prompts, seed=8)[0] != first[0]
     turns = []
     for trainer.state.global_step in (3, 3, 4):
@@ -53,7 +53,7 @@ def test_the_metrics_of_steps_beside_the_engine(build, monkeypatch):
     trainer = build(TOTAL_STEPS=2)
     engine = trainer.run.engine
     engine.llm.shift = -0.3
-    used = lambda: ((30, 50), (25, 20))[min(trainer.state.global_step, 1)][not engine.asleep]  # noqa: E731
+    used = lambda: ((30, 50), (25, 20))[min(trainer.state.global_step, 1)][not engine.llm.asleep]  # noqa: E731
     for module in ("rollout.engine", "learn.timer"):
         monkeypatch.setattr(f"grpo.{module}.gpu_used_gib", used)
     trainer.train()
@@ -182,7 +182,7 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
     if cache:
         monkeypatch.setenv("TRITON_CACHE_DIR", cache)
     monkeypatch.setattr("atexit.register", at_exit.append)
-    lend = lambda engine, policy, whole: calls.append(("lends", policy, engine.asleep, whole))  # noqa: E731
+    lend = lambda engine, policy, whole: calls.append(("lends", policy, whole))  # noqa: E731
     monkeypatch.setattr(Engine, "lend_weights", lend)
     pages = SimpleNamespace(nbytes=0, offload=log("offload"), reload=log("reload"))
     monkeypatch.setattr("grpo.rollout.engine.PagedWeights", lambda policy: pages)
@@ -191,11 +191,10 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
     assert close_process_group in at_exit
     assert environment["TRITON_CACHE_DIR"] == (cache or triton.knobs.cache.dir)
     assert os.environ.get("TRITON_CACHE_DIR") == cache
-    engine.sleep()  # it sleeps already: there is nothing to do
     engine.wake()
     start, wake = ["gives blocks back", "vLLM starts"], ["gives blocks back", "wakes"]
     expected = {
         "paged": ["offload", *start, "sleeps", "reload", "offload", *wake],
-        "shared": [*start, ("lends", "policy", False, False), "sleeps", *wake],
+        "shared": [*start, ("lends", "policy", False), "sleeps", *wake],
     }
     assert calls == expected[experts]

@@ -31,7 +31,7 @@ def test_an_engine_that_agrees_passes(build, sync, targets):
     assert all(p["mean"] < bound and p["control_mean"] > 2 * p["mean"] for p in trainer.run.parity)
     assert trainer.run.parity[0]["control_mean"] > 0.1, "the test adapter is strong"
     calls, rounds = trainer.run.engine.llm.calls, 2 if sync == "lora" else 3  # the last one with a small adapter
-    assert trainer.run.engine.asleep and calls.count("wake_up") == calls.count("sleep") == rounds
+    assert trainer.run.engine.llm.asleep and calls.count("wake_up") == calls.count("sleep") == rounds
     assert (digest(trainer.model), digest(trainer.model, adapter=True)) == before and trainer.model.training
 
 

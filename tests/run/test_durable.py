@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -111,24 +112,29 @@ def test_no_flipped_bit_changes_what_a_record_says(tmp_path, caplog):
     assert not is_intact(tmp_path / "none.json")
 
 
-def test_a_scratch_folder_of_a_process_that_was_killed_is_deleted_by_the_next(tmp_path):
+def test_a_scratch_folder_of_a_process_that_was_killed_is_deleted_by_the_next(tmp_path, monkeypatch):
     """Not one that is in use, or about to be by a living process, nor anything of another name."""
-    code = "import sys, time, pathlib; from grpo.run.durable import scratch_folder as new\n"
-    code += "path = new(pathlib.Path(sys.argv[1])); (path / 'a').touch(); print(path, flush=True); time.sleep(60)"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "import time; from grpo.run.durable import scratch_folder\n"
+    code += "path = scratch_folder(); (path / 'a').touch(); print(path, flush=True); time.sleep(60)"
     starting = tmp_path / f"train_grpo-scratch-{os.getppid()}-a"
     for folder in (tmp_path / "train_grpo-main", starting, tmp_path / "train_grpo-scratch-99999999-a"):
         folder.mkdir()
 
+    environ = CLEAN | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+
     def start():
-        command = [sys.executable, "-c", code, str(tmp_path)]
-        process = subprocess.Popen(command, env=CLEAN | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
         return process, Path(process.stdout.readline().strip())
 
     (killed, old), (living, used) = start(), start()
     killed.kill()
     killed.wait()
-    new = durable.scratch_folder(tmp_path)
+    new = durable.scratch_folder()
     assert {*tmp_path.iterdir()} == {used, new, starting, tmp_path / "train_grpo-main"} and (used / "a").exists()
     assert new.stat().st_mode & 0o777 == 0o700 and old != used
     living.terminate()
     living.communicate()
+    ending = "from grpo.run.durable import scratch_folder; scratch_folder()"
+    subprocess.run([sys.executable, "-c", ending], env=environ, check=True)
+    assert {*tmp_path.iterdir()} == {new, starting, tmp_path / "train_grpo-main"}, "deletes its own, and the used one"

@@ -19,6 +19,7 @@ from grpo.run.logs import (
     parse_rate_warning,
     reward_warning,
 )
+from grpo.settings import Settings
 
 
 def write_step(log, step, completions, totals, zero_std_fraction=0.0):
@@ -29,17 +30,17 @@ def write_step(log, step, completions, totals, zero_std_fraction=0.0):
 
 def test_a_log_knows_its_end_whether_resumed_or_not(tmp_path):
     """And refuses other columns than it has: nothing may stand under a wrong name."""
-    log, text = RunLog(tmp_path, 8, prompts=True), "CO₂\ra"
+    log, text = RunLog(tmp_path, Settings(TOTAL_STEPS=8, LOG_PROMPTS=True)), "CO₂\ra"
     for step in (1, 2):
         write_step(log, step, [Completion(ROW, text, None, 9, False)] * 2, [0.1, 0.5])
         contents = {name: (tmp_path / name).read_bytes() for name in ("metrics.csv", "completions.csv")}
         ends = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in contents.items()}
         assert log.sync() == ends
-        log = RunLog(tmp_path, 8, prompts=True)
+        log = RunLog(tmp_path, Settings(TOTAL_STEPS=8, LOG_PROMPTS=True))
         assert log.sync() == ends and [len(log.history["reward"]), len(log.pace.step_s)] == [step, step]
     assert [row["completion"] for row in read_csv(tmp_path / "completions.csv")] == [text] * 4
     with pytest.raises(ValueError, match="completions.csv has the columns step, .*, prompt, and this run has"):
-        RunLog(tmp_path, 8)
+        RunLog(tmp_path, Settings(TOTAL_STEPS=8))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_warnings(warning, words):
 
 
 def test_a_warning_comes_again_after_ten_steps(tmp_path, caplog):
-    log = RunLog(tmp_path, 40)
+    log = RunLog(tmp_path, Settings(TOTAL_STEPS=40))
     for step in range(1, 31):
         write_step(log, step, [Completion(ROW, "[1]", 1, 9, False)] * 2, [0.5, 0.5], zero_std_fraction=1.0)
     assert caplog.text.count("nothing is learned") == 3

@@ -96,6 +96,17 @@ def test_any_value_in_a_record_is_answered(folder, name, data):
         (folder / name).write_text(whole)
 
 
+def test_a_record_is_changed_by_hand_as_the_documentation_says(tmp_path):
+    """docs/reliability.md: delete the line with the checksum."""
+    path = tmp_path / "complete.json"
+    write_sealed(path, {"steps": 4})
+    path.write_text(path.read_text().replace('"steps": 4', '"steps": 5'))
+    with pytest.raises(ValueError, match="does not match its checksum"):
+        read_sealed(path)
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "sha256" not in line))
+    assert read_sealed(path) == {"steps": 5}
+
+
 @pytest.mark.parametrize("name", [*NAMES, "metrics.csv", "completions.csv"])
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder, name):
     run_settings, folder = folder
