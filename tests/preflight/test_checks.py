@@ -97,6 +97,11 @@ def test_expected_rewards_are_on_by_themselves_and_refused_where_they_cannot_be(
     assert problem.startswith("EXPECTED_REWARD: it cannot be used: TOP_P") and "EXPECTED_REWARD=auto" in problem
 
 
+def test_a_draft_is_refused_where_vllm_does_not_generate(tiny_run):
+    expected = "DRAFT_MODEL: only vLLM takes a draft, and it does not generate here (no GPU: transformers generates)"
+    assert any(problem.startswith(expected) for problem in tiny_run(DRAFT_MODEL="/draft").problems)
+
+
 TIED = REAL_CONFIG | {"tie_word_embeddings": True}
 SHARED = [  # Capability, whether vLLM generates, ROLLOUT_SYNC, config.json, and a word of the problem.
     (9.0, True, "merge", REAL_CONFIG, ""), (8.9, True, "merge", REAL_CONFIG, "8.9"),
