@@ -249,9 +249,14 @@ def parse_args() -> argparse.Namespace:
         "--run", type=Path, default=Path("runs/reliability"), help="folder of all cases; the last campaign's is deleted"
     )
     options = parser.parse_args()
-    options.chosen = dict(word.partition("/")[::2] for word in options.only or PROGRAMS)
-    if unknown := set(options.chosen) - set(PROGRAMS):
-        parser.error(f"--only {min(unknown)}: no program has this name")
+    options.chosen = {}  # Program -> the numbers of its chosen cases, [] for all.
+    for word in options.only or PROGRAMS:
+        name, _, number = word.partition("/")
+        if name not in PROGRAMS:
+            parser.error(f"--only {name}: no program has this name")
+        if number and not number.isdecimal():
+            parser.error(f"--only {word}: {number} is not the number of a case")
+        options.chosen.setdefault(name, []).extend([int(number)] if number else [])
     return options
 
 
@@ -261,7 +266,7 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     shares = []
     for part, (name, chosen) in itertools.product(options.part, options.chosen.items()):
         limit = getattr(PROGRAMS[name], part)
-        numbers = [int(chosen)] if chosen else range(min(limit, options.size or limit))
+        numbers = chosen or range(min(limit, options.size or limit))
         shares += [(place / len(numbers), part, name, case) for place, case in enumerate(numbers)]
     return [(part, name, case) for _, part, name, case in sorted(shares, key=lambda share: share[0])]
 

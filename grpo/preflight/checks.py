@@ -288,6 +288,9 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
     check_settings(settings, resolved.config, machine, problems)
     check_experts(settings, resolved.config, machine, use_vllm, problems)
     check_top_p(settings, use_vllm, problems)
+    if settings.DRAFT_MODEL and not use_vllm:
+        fault = f"only vLLM takes a draft, and it does not generate here ({resolved.reasons['use_vllm']})"
+        problems.add("DRAFT_MODEL", fault, "Unset it")
     tokenizer = resolved.files.tokenizer if resolved.files and resolved.longest_prompt else None
     specs, garbage_warning = check_rewards(settings, resolved.rewards, resolved.rows, problems, tokenizer)
     if settings.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
