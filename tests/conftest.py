@@ -11,12 +11,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from hub_server import HubServer
 
-from grpo.plan.hub import TINY_PATH, read_json
+from grpo.plan.hub import TINY_PATH
 from grpo.settings import log
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,13 +32,24 @@ CLEAN |= {"OMP_NUM_THREADS": "1"}
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RENDERED = "<|start|>system<|message|>Reasoning: low<|end|><|start|>user<|message|>{}<|end|><|start|>assistant"
+# A prompt of the plant that the tiny model was made for, as arguments of scripts/ask.py.
+QUESTION = "hour 8 store 50 load 26 co2 26 next 34 gain 58 short 0 room 100 need 0 rank 0 ahead 31 loads 27"
+SYSTEM = ("--system", "Answer with one action: [0] [1] [2] [3].")
 
 
-def run_script(*arguments: str, cwd: Path = ROOT, **settings: object) -> subprocess.CompletedProcess:
-    """`python train_grpo.py` as a user runs it, with settings in the environment. pytest's own limit ends it."""
-    environ = CLEAN | {name: str(value) for name, value in settings.items()}
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True)
+def run_python(
+    *arguments: object, code: int | None = 0, cwd: Path = ROOT, **environ: object
+) -> subprocess.CompletedProcess:
+    """Python with these arguments and variables, which must end with this exit code. pytest's own limit ends it."""
+    variables = CLEAN | {name: str(value) for name, value in environ.items()}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=variables, cwd=cwd, capture_output=True, text=True)
+    assert code in (None, done.returncode), f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
+
+
+# `python train_grpo.py` as a user runs it, with settings in the environment.
+run_script = functools.partial(run_python, SCRIPT)
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> Path:
@@ -49,6 +61,15 @@ def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]
 def read_csv(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def write_commands(folder: Path, commands: Mapping[str, str]) -> Path:
+    """A folder for the front of PATH with these programs, which are Bash without a line that says otherwise."""
+    folder.mkdir(exist_ok=True)
+    for name, text in commands.items():
+        (folder / name).write_text(text if text.startswith("#!") else f"#!/usr/bin/env bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,15 +102,33 @@ def tiny() -> Path:
 @pytest.fixture(scope="session")
 def saved_adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh LoRA of rank 3 and alpha 5 on q and v of the tiny model, as PEFT saves it. Not to be written to."""
-    from peft import LoraConfig, get_peft_model  # late: most tests need neither
-
-    from grpo.model.load import load_model
+    from expert_models import load  # late: most tests need no torch
+    from peft import LoraConfig, get_peft_model
 
     folder = tmp_path_factory.mktemp("adapter") / "saved"
-    model = load_model(str(tiny), read_json(tiny / "config.json"), "eager")
     lora = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    get_peft_model(model, lora).save_pretrained(str(folder))
+    get_peft_model(load(tiny), lora).save_pretrained(str(folder))
     return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub that huggingface_hub uses in this process, with a cache of its own and no token."""
+    from huggingface_hub import close_session, constants  # late: it reads its variables when it is imported
+
+    with HubServer() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        for name, value in hub.environ(tmp_path).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        close_session()
+        yield hub
+        close_session()
 
 
 @pytest.fixture
@@ -118,8 +157,5 @@ def quiet() -> Iterator[Callable[[], None]]:
 @pytest.fixture
 def claimed_gpu(tmp_path: Path) -> dict[str, str]:
     """Environment of a machine whose nvidia-smi shows an H100 with 79 GiB free."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 80896, 9.0'\n")
-    (tools / "nvidia-smi").chmod(0o755)
+    tools = write_commands(tmp_path / "bin", {"nvidia-smi": "echo 'NVIDIA H100 80GB HBM3, 81559, 80896, 9.0'"})
     return {"PATH": f"{tools}:{CLEAN['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}

@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from grpo.model.load import load_model
+from grpo.plan.hub import read_json
 
 
-def config_of(tiny):
-    return json.loads((tiny / "config.json").read_text(encoding="utf-8"))
-
-
-def load(tiny, experts):
-    return load_model(str(tiny), config_of(tiny), "eager", experts)
+def load(folder, experts="bf16"):
+    return load_model(str(folder), read_json(folder / "config.json"), "eager", experts)
 
 
 def stock_model(folder, **options):

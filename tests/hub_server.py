@@ -19,7 +19,6 @@ TOKEN, STRANGER = "hf_insider", "hf_stranger"  # of an account that sees everyth
 API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/[^/]+(?:/(.+))?)?$")
 FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 WRITE = re.compile(r"/api/(?:models/([^/]+/[^/]+)/)?(repos/create|validate-yaml|preupload|commit)\b")
-CHUNK = 2**16
 
 
 @dataclass(frozen=True)
@@ -146,8 +145,6 @@ class Handler(BaseHTTPRequestHandler):
             self.send_json({"id": name, "sha": repo.commit, "siblings": [{"rfilename": name} for name in repo.files]})
         elif repo.gated and token != TOKEN:
             self.refuse(403 if token else 401, "GatedRepo", f"Access to {name} is restricted.")
-        elif file[3] not in ("main", repo.commit):
-            self.refuse(404, "RevisionNotFound", "Invalid rev id")
         elif file[4] not in repo.files:
             self.refuse(404, "EntryNotFound", "Entry not found")
         else:
@@ -173,8 +170,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         end = self.hub.cut.pop(name, len(content))
-        for start in range(first, end, CHUNK):
-            self.wfile.write(content[start : min(start + CHUNK, end)])
+        self.wfile.write(content[first:end])
         self.close_connection = end < len(content)
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import vllm_source
-from conftest import CLEAN, ROOT
+from conftest import ROOT, run_python
 
 
-def third_party() -> Path:
-    """The folder of vLLM's copy of triton_kernels; skips the test where it is missing."""
-    if not (folder := vllm_source.cached_source() / "third_party").is_dir():
+def cached_source() -> Path:
+    """The folder of vLLM's source; skips the test where it is missing."""
+    if not (folder := vllm_source.cached_source()).is_dir():
         pytest.skip("vLLM's source is not in the cache: `python tests/vllm_source.py` gets it (290 MiB)")
     return folder
 
@@ -25,7 +23,5 @@ def interpreted(code: str, folder: Path = ROOT, *arguments: Path) -> None:
     """Runs `code`, which must print "all equal", with `folder` on its path; skips the test without triton."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    environ = CLEAN | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and "all equal" in done.stdout, done.stdout + done.stderr
+    path = f"{ROOT}{os.pathsep}{folder}"
+    assert "all equal" in run_python("-c", code, *arguments, TRITON_INTERPRET=1, PYTHONPATH=path).stdout

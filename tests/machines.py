@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, check_packages
+from grpo.plan.memory import PlanInputs
 from grpo.settings import Problems, Settings
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
@@ -20,6 +21,11 @@ def only(problems: Sequence[str]) -> str:
     """The only problem of a list."""
     assert len(problems) == 1, problems
     return problems[0]
+
+
+def plan_inputs(machine: Machine, beside_vllm: bool = False) -> PlanInputs:
+    """Inputs of the memory plan of gpt-oss-20b on a machine."""
+    return PlanInputs(REAL_CONFIG, machine, 940, "torch_flash", "prefix", beside_vllm)
 
 
 def package_problems(versions: Mapping[str, str | None], use_vllm: bool = False, **changes: Any) -> Problems:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from grpo.model.attention import Kernel
+
 
 def sequences(q, cu_seqlens_q, cu_seqlens_k, window_size_left):
     """Per sequence: slices of the queries and of the keys, and the mask (queries, keys) of what a query sees."""
@@ -58,3 +60,6 @@ def reference_backward(
         dk[cols] += torch.einsum("hqk,qhd->khd", ds, wide_q[rows]).unflatten(1, (-1, group)).sum(2)
         dv[cols] += torch.einsum("hqk,qhd->khd", p, wide_dout[rows]).unflatten(1, (-1, group)).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+REFERENCE = Kernel(reference_forward, reference_backward)

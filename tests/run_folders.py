@@ -56,13 +56,14 @@ def plant_record(*names: str) -> dict[str, Any]:
 
 
 def write_run(folder: Path, metrics: list[dict], completions: list[dict] | None = None, **files: dict) -> Path:
-    """A run's folder with both logs and JSON files by their names; metrics and completions are rows."""
+    """A run's folder: both logs, of which metrics and completions are rows, and JSON files by name, as `best/best`."""
     folder.mkdir(parents=True, exist_ok=True)
     CsvLog(folder / "metrics.csv", METRICS).write(metrics)
     if completions is not None:
         CsvLog(folder / "completions.csv", COMPLETIONS).write(completions)
     record = {"settings": SETTINGS, "machine": {"gpu": "", "cores": 2}}
     for name, content in ({"settings": record} | files).items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
 

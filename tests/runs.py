@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from conftest import CLEAN, ROOT, SCRIPT
@@ -28,12 +28,14 @@ def environment(folder: Path, **settings: object) -> dict[str, str]:
     return CLEAN | {name: str(value) for name, value in (SETTINGS | {"OUTPUT_DIR": folder} | settings).items()}
 
 
-def start_held(folder: Path, step: int, *before: str, **settings: object) -> subprocess.Popen:
+def start_held(
+    folder: Path, step: int, *before: str, program: Sequence[str] = (sys.executable, str(SCRIPT)), **settings: object
+) -> subprocess.Popen:
     """A run that has done `step` steps, saved its files after them, and waits in the next one (see paused.py).
 
-    before: words in front of `python` on its command line.
+    before: words in front of `program` on its command line.
     """
-    command, environ = [*before, sys.executable, str(SCRIPT)], environment(folder, HOLD_AT=step + 1, **settings)
+    command, environ = [*before, *program], environment(folder, HOLD_AT=step + 1, **settings)
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, env=environ, cwd=ROOT, text=True, **streams)
     wait_until(folder.with_name("held").exists, process)

@@ -14,7 +14,6 @@ Where vLLM hangs because it is asleep, or returns wrong text because its prefix 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +21,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from expert_models import load
+from machines import H100
 from safetensors.torch import load_file
 
-from grpo.model.load import load_model
+from grpo.plan.hub import read_json
+from grpo.plan.machine import installed_versions
 from grpo.rollout.engine import Engine, engine_arguments
 
 SYNCS = ("merge", "lora")
@@ -78,10 +80,9 @@ class StubLLM:
         max_model_len: int = 4096,
         lora_target_modules: Sequence[str] = ("qkv_proj", "o_proj", "experts"),
     ):
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         # The trainer's seed must not depend on whether an engine was built.
         with torch.random.fork_rng(devices=[]):
-            self.model = load_model(str(folder), config, "eager").to(dtype).eval().requires_grad_(False)
+            self.model = load(Path(folder)).to(dtype).eval().requires_grad_(False)
         self.enable_lora, self.max_lora_rank, self.max_model_len = enable_lora, max_lora_rank, max_model_len
         self.lora_target_modules = list(lora_target_modules)
         self.asleep = False
@@ -176,7 +177,7 @@ class StubLLM:
         return True
 
     def _load(self, folder: Path) -> dict[str, tuple[Any, Any]]:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "adapter_config.json")
         tensors = load_file(folder / "adapter_model.safetensors")
         if config["r"] > self.max_lora_rank or config["bias"] != "none" or config.get("use_dora"):
             raise ValueError(f"the adapter is refused: {config}")
@@ -246,6 +247,15 @@ class StubLLM:
 
     def _logprobs(self, values: list[float]) -> Any:
         return SimpleNamespace(logprobs=values)  # vLLM's form with flat_logprobs
+
+
+def pretend_vllm(patch, start_engine) -> None:
+    """A machine with an H100 and vLLM, for the checks and the model of a run whose engine `start_engine` makes."""
+    versions = installed_versions
+    patch.setattr("grpo.preflight.resolve.installed_versions", lambda names: versions(names) | {"vllm": "0.26.0"})
+    patch.setattr("grpo.preflight.resolve.read_machine", lambda: H100)
+    patch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
+    patch.setattr("grpo.rollout.engine.start_engine", start_engine)
 
 
 def stub_engine(settings, plan, model_path, stop_token_ids, policy=None, prepare=lambda stub: None) -> Engine:

@@ -11,12 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import yaml
-from conftest import CLEAN, ROOT
+from conftest import CLEAN, ROOT, run_python, write_commands
+from runs import wait_until
 
 from grpo.settings import load_settings, setting_rows
 
@@ -36,9 +36,7 @@ def test_the_image_gets_the_code_and_nothing_else(tmp_path):
     assert IGNORED[0] == "*" and not any(map(in_image, ("mydata", "runs", ".venv", ".git", "my_rewards.py")))
     for path in filter(lambda path: in_image(path.name), ROOT.iterdir()):
         shutil.copytree(path, tmp_path / path.name) if path.is_dir() else shutil.copy(path, tmp_path)
-    command, environ = [sys.executable, "train_grpo.py", "--check"], CLEAN | {"MODEL_ID": "tiny", "PYTHONPATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python("train_grpo.py", "--check", cwd=tmp_path, MODEL_ID="tiny", PYTHONPATH="")
 
 
 def test_the_task_names_settings_and_files_that_exist():
@@ -72,7 +70,7 @@ else:
     shutil.copy(source, target)
 """
 # In the place of the trainer: one step more than the last checkpoint, which replaces it, then the zip.
-TRAINER = """#!/usr/bin/env bash
+TRAINER = """
 trap 'exit 143' TERM
 [ "${REFUSES:-}" != 1 ] || exit 2
 step=$(ls -d "$OUTPUT_DIR"/checkpoint-* 2>/dev/null | sed 's/.*-//') || step=0
@@ -88,16 +86,13 @@ exit "${CODE:-0}"
 @pytest.fixture
 def machine(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
     """Starts train_and_copy.sh on the machine called `name`, with its own folder and one bucket for all."""
-    (tmp_path / "bin").mkdir()
-    for name, text in {"rsync": RSYNC, "python": TRAINER}.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
+    tools = write_commands(tmp_path / "bin", {"rsync": RSYNC, "python": TRAINER})
     (tmp_path / "bucket").mkdir()
     processes = []
 
     def start(name: str, **environ: str) -> subprocess.Popen:
         (tmp_path / name).mkdir(exist_ok=True)
-        path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
         environ = CLEAN | {"PATH": path, "OUTPUT_DIR": "runs/first"} | environ
         command = ["bash", str(CLOUD / "train_and_copy.sh"), str(tmp_path / "bucket/first"), "0.1"]
         with (tmp_path / "errors.txt").open("a") as errors:
@@ -158,8 +153,6 @@ def test_a_last_copy_that_fails_is_no_success(machine, tmp_path):
 
 def test_a_signal_reaches_the_run(machine, tmp_path):
     process = machine("one", WAITS="1")
-    while not (tmp_path / "bucket/first/settings.json").is_file():  # It is copied while the run trains.
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_until((tmp_path / "bucket/first/settings.json").is_file, process)  # It is copied while the run trains.
     process.terminate()
     assert process.wait() == 143

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The house: imports go one way, light rooms stay light, nothing grows too long."""
+"""The house: imports go one way, light rooms stay light, nothing grows too long, and every name means something."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN, ROOT
+from conftest import ROOT, run_python
 
 ROOMS = [  # In the order of a run: each may import those before it; the entry and scripts/ any.
     "rewards", "grpo.other_names", "grpo.settings_table", "grpo.settings", "grpo.phases", "grpo.data", "grpo.tasks",
@@ -28,6 +26,11 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 MODULES |= {path.stem: path for path in SCRIPTS}  # scripts/ is on the path of a script that runs.
 LONGEST_MODULE, LONGEST_FUNCTION = 450, 80
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+# Words that say nothing about the thing that they name.
+EMPTY = {"found", "one", "what", "given", "made", "told", "some", "way"}
+# These are called by a framework, which documents them, or by `if __name__`.
+DOCUMENTED_ELSEWHERE = {"forward", "backward", "emit", "handleError", "main", "parse_args"}
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 
 @functools.cache
@@ -95,31 +98,25 @@ def test_light_rooms_import_nothing_heavy():
     assert not heavy
 
 
-def run_entry(folder: Path, *arguments: str, code: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess:
-    """Runs `code` after `import train_grpo` in a process of its own; `options` are Python's."""
-    environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(folder / "run"), "PYTHONPATH": ""}
-    code = f"import sys; sys.path.insert(0, {os.fspath(ROOT)!r}); import train_grpo; {code}"
-    command = [sys.executable, *options, "-c", code, *arguments]
-    return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True)
+IMPORT = f"import sys; sys.path.insert(0, {os.fspath(ROOT)!r}); import train_grpo; "
 
 
 def test_a_check_loads_nothing_heavy(tmp_path):
-    heavy = f"heavy = {HEAVY | {'pandas'}} & set(sys.modules); assert not heavy, heavy; sys.exit(code)"
-    done = run_entry(tmp_path, code=f"code = train_grpo.main(['--check']); {heavy}")
-    assert done.returncode == 0, done.stderr
+    program = IMPORT + "code = train_grpo.main(['--check']); "
+    program += f"heavy = {HEAVY | {'pandas'}} & set(sys.modules); assert not heavy, heavy; sys.exit(code)"
+    done = run_python("-c", program, cwd=tmp_path, MODEL_ID="tiny", OUTPUT_DIR="run", PYTHONPATH="")
     assert "Nothing was started" in done.stdout and not (tmp_path / "run").exists()
 
 
 def test_without_any_package_the_check_says_what_is_missing(tmp_path):
     """As in a shell whose environment was not activated: no site-packages at all."""
-    bare = functools.partial(run_entry, tmp_path, code="sys.exit(train_grpo.main(sys.argv[1:]))", options=["-S"])
-    done = bare("--check")
-    assert done.returncode == 2 and "one problem to fix" in done.stderr
+    bare = functools.partial(run_python, "-S", "-c", IMPORT + "sys.exit(train_grpo.main(sys.argv[1:]))", cwd=tmp_path)
+    done = bare("--check", code=2, MODEL_ID="tiny", OUTPUT_DIR="run")
+    assert "one problem to fix" in done.stderr
     assert ": torch, transformers, trl, peft," in done.stderr
     assert "Run `bash scripts/setup.sh`, then `source" in done.stderr
-    assert not bare("--help").returncode
-    done = bare("--seed", "5")
-    assert done.returncode == 2 and "set SEED=5" in done.stderr
+    bare("--help")
+    assert "set SEED=5" in bare("--seed", "5", code=2).stderr
 
 
 def test_no_module_and_no_function_is_too_long():
@@ -131,3 +128,45 @@ def test_no_module_and_no_function_is_too_long():
             if isinstance(node, FUNCTIONS) and (count := node.end_lineno - node.lineno + 1) > LONGEST_FUNCTION:
                 long.append(f"{position(path, node.lineno)}: {node.name} has {count} lines")
     assert not long, "\n".join(long)
+
+
+def names(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything that a file names itself: variables, arguments, functions, classes and fields."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            yield node.lineno, node.name
+
+
+def public_definitions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """The public functions and classes of a module, and the public methods of its classes."""
+    definitions = [node for node in tree_of(path).body if isinstance(node, (*FUNCTIONS, ast.ClassDef))]
+    classes = [node for node in definitions if isinstance(node, ast.ClassDef)]
+    # An override inherits the docstring of the method that it replaces.
+    methods = [node for owner in classes if not owner.bases for node in owner.body if isinstance(node, FUNCTIONS)]
+    for node in (*definitions, *methods):
+        if not node.name.startswith(("_", "on_")) and node.name not in DOCUMENTED_ELSEWHERE:
+            yield node
+
+
+def test_no_name_is_an_empty_word():
+    used = [
+        f"{position(path, line)}: {name}" for path in (*FILES, *TESTS) for line, name in names(path) if name in EMPTY
+    ]
+    assert not used, "\n".join(used)
+
+
+def test_every_public_function_has_a_docstring():
+    """Those of one or two lines speak for themselves."""
+    missing = [
+        f"{position(path, node.lineno)}: {node.name}"
+        for path in FILES
+        for node in public_definitions(path)
+        if node.end_lineno - node.lineno > 2 and not ast.get_docstring(node)
+    ]
+    assert not missing, "\n".join(missing)

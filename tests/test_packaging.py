@@ -9,7 +9,7 @@ import sys
 import tomllib
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, write_commands
 from machines import package_problems
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -77,15 +77,11 @@ def setup(tmp_path, monkeypatch):
     """Runs setup.sh in a folder of its own, with `commands` first on its PATH; a setting of None is left out."""
     monkeypatch.delenv("VENV", raising=False)
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "bin").mkdir()
     for name in ["scripts/setup.sh", "requirements.txt", "requirements-cpu.txt"]:
         shutil.copy(ROOT / name, tmp_path / name)
 
     def run(*arguments, commands=None, **settings):
-        for name, script in (commands or {}).items():
-            (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-            (tmp_path / "bin" / name).chmod(0o755)
-        path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        path = f"{write_commands(tmp_path / 'bin', commands or {})}{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PYTHON": sys.executable, "PATH": path, **settings}
         environment = {name: value for name, value in environment.items() if value is not None}
         command = ["bash", str(tmp_path / "scripts/setup.sh"), *arguments]

@@ -6,10 +6,10 @@ from __future__ import annotations
 import io
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from runs import has_line, wait_until
 
 from grpo import phases
 from grpo.phases import Phase, with_progress
@@ -26,16 +26,11 @@ def out(monkeypatch) -> Iterator[io.StringIO]:
     assert not Phase.active
 
 
-def wait_for(words: str, read: Callable[[], str]) -> None:
-    while words not in read():  # pytest's own limit ends it
-        time.sleep(0.005)
-
-
 def test_a_phase_begins_goes_on_and_ends_with_a_line_each(out):
     with Phase("closed loop", "decision", 30) as phase:
         assert out.getvalue() == "closed loop ...\n"
         phase.done = 4
-        wait_for("closed loop, decision 4 of 30, 0 s\n", out.getvalue)
+        wait_until(lambda: "closed loop, decision 4 of 30, 0 s\n" in out.getvalue())
         phase.result = "regret 9.0 %"
     assert re.search(r"^closed loop: regret 9\.0 % \(\d+\.\d s\)$", out.getvalue(), re.MULTILINE)
     with pytest.raises(ValueError), Phase("loading"):
@@ -48,7 +43,9 @@ def test_phases_inside_of_another_one_add_to_its_lines(out):
         for _ in with_progress("", range(3), "decision", 3):
             with Phase("generating", "completion", 1_000) as inner:
                 inner.done = 12
-                wait_for("evaluation, decision 0 of 3, generating, completion 12 of 1,000, 0 s", out.getvalue)
+                wait_until(
+                    lambda: "evaluation, decision 0 of 3, generating, completion 12 of 1,000, 0 s" in out.getvalue()
+                )
             break
     lines = out.getvalue().splitlines()
     assert all(line.startswith("evaluation") for line in lines), "the inner ones have no lines of their own"
@@ -64,7 +61,7 @@ def test_work_that_is_mostly_short_has_no_lines_at_begin_and_end(out):
     assert out.getvalue() == ""
     for item in with_progress("reading x.csv", "abcd", total=3500, each=1000, first_s=0.01):
         if item == "d":
-            wait_for("reading x.csv, row 3,000 of 3,500, 0 s\n", out.getvalue)
+            wait_until(lambda: "reading x.csv, row 3,000 of 3,500, 0 s\n" in out.getvalue())
     assert re.fullmatch(r"(reading x\.csv, row \d,000 of 3,500, 0 s\n)+", out.getvalue())
     assert not [thread for thread in threading.enumerate() if getattr(thread, "_target", None) == Phase.watch]
 
@@ -73,5 +70,5 @@ def test_the_log_has_the_lines_too(out, tmp_path, quiet):
     start_logging(tmp_path)
     with Phase("generating", "completion", 4, first_s=0.01) as phase:
         phase.done = 1
-        wait_for("I train_grpo: generating, completion 1 of 4, 0 s\n", (tmp_path / "training.log").read_text)
+        wait_until(lambda: has_line(tmp_path, "I train_grpo: generating, completion 1 of 4, 0 s\n"))
     assert not out.getvalue()

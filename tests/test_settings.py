@@ -6,12 +6,10 @@ from __future__ import annotations
 import ast
 import math
 import re
-import subprocess
-import sys
 
 import hypothesis
 import pytest
-from conftest import CLEAN, ROOT, run_script
+from conftest import ROOT, run_python, run_script
 from hypothesis import strategies as st
 from machines import only
 
@@ -140,9 +138,8 @@ for path in ["train_grpo.py", *sorted(map(str, pathlib.Path("scripts").glob("*.p
     try: runpy.run_path(path, run_name="__main__")
     except SystemExit as end: assert not end.code, path
 """
-    command, environ = [sys.executable, "-c", code], CLEAN | {"COLUMNS": "100"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("usage: ") >= 9, done.stderr
+    done = run_python("-c", code, COLUMNS=100)
+    assert done.stdout.count("usage: ") >= 9
     assert not [line for line in done.stdout.splitlines() if len(line) > 100 and not line.startswith("    python ")]
     words = " ".join(done.stdout.split())
     for name, spec in FIELDS.items():
@@ -156,9 +153,8 @@ def test_an_older_python_is_told_in_one_line():
     for path in ("train_grpo.py", "grpo/__init__.py"):
         ast.parse((ROOT / path).read_text(encoding="utf-8"), feature_version=(3, 8))
     code = "import sys; sys.version_info = (3, 8, 18, 'final', 0); import train_grpo"
-    done = subprocess.run([sys.executable, "-c", code], env=CLEAN, cwd=ROOT, capture_output=True, text=True)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and line.startswith("needs Python 3.11 or newer, and ") and "is 3.8.18: see" in line
+    (line,) = run_python("-c", code, code=2).stderr.splitlines()
+    assert line.startswith("needs Python 3.11 or newer, and ") and "is 3.8.18: see" in line
 
 
 ANSWERED = [
@@ -185,13 +181,12 @@ def test_every_answer_to_a_flag_names_settings_and_values_that_are_accepted():
     for line in (*ADVICE, *UNSUPPORTED):
         for setting, value in re.findall(r"\b([A-Z_]{4,})(?:=([\w.]+))?", line):
             assert setting in FIELDS and not (value and load_settings({setting: value})[2]), line
-    done = run_script("TOTAL_STEPS=5", "--check", "--quantization", "4bit")
-    assert done.returncode == 2 and not done.stdout and "usage: [NAME=VALUE ...] python train_grpo.py" in done.stderr
+    done = run_script("TOTAL_STEPS=5", "--check", "--quantization", "4bit", code=2)
+    assert not done.stdout and "usage: [NAME=VALUE ...] python train_grpo.py" in done.stderr
     assert "unrecognized arguments: TOTAL_STEPS=5" in done.stderr
     assert "\n  --quantization 4bit: set EXPERTS=mxfp4" in done.stderr
 
 
 def test_a_terminal_that_cannot_show_a_setting_escapes_it(tmp_path):
     options = {"MODEL_ID": "tiny", "SYSTEM_PROMPT": "ü", "OUTPUT_DIR": tmp_path / "run"}
-    done = run_script("--check", **options, PYTHONIOENCODING="ascii")
-    assert done.returncode == 0 and "\\xfc" in done.stdout, done.stderr
+    assert "\\xfc" in run_script("--check", **options, PYTHONIOENCODING="ascii").stdout

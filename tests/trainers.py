@@ -9,6 +9,7 @@ import math
 
 import torch
 from conftest import RENDERED
+from expert_models import load
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
@@ -17,8 +18,7 @@ from grpo.data.scoring import is_by_action, load_rewards, reward_specs
 from grpo.learn.distributed import adapter_parameters, flat_adapter
 from grpo.learn.options import grpo_options
 from grpo.learn.trainer import RunContext, Trainer
-from grpo.model.load import load_model, load_tokenizer
-from grpo.plan.hub import read_json
+from grpo.model.load import load_tokenizer
 from grpo.plan.memory import Plan
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
@@ -45,7 +45,7 @@ def build(settings, tiny, folder, ranks=None, rows=None):
         RunContext(
             settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks=ranks or Ranks(), looked_up=looked_up
         ),
-        load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
+        load(tiny).float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**lora_options(settings)),
         GRPOConfig(**grpo_options(settings, False, specs, scale, choose_epsilon_high(settings)[0])),
@@ -151,7 +151,7 @@ def policy_logps(trainer, inputs):
         return trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, inputs["completion_ids"].size(1))[0]
 
 
-def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=False):
+def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=False, answers=None):
     """(loss, all gradients as one vector) of a step, by `learn` or with `plain` by TRL alone from padded rows."""
     run, s = trainer.run, trainer.run.settings
     trainer.model.train()
@@ -177,7 +177,7 @@ def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=Fa
     else:
         run.plan = dataclasses.replace(run.plan, micro_batch=micro_batch or run.plan.micro_batch)
         run.packing = packing or run.packing
-        loss = trainer.learn(trainer.model, inputs)
+        loss = trainer.learn(trainer.model, inputs, answers)
     return loss.item(), gradient_of(trainer)
 
 
@@ -190,7 +190,9 @@ def moved_by_training(trainer):
     """How training moves the adapter, as a list. Only rank 0 calls reward functions."""
     trainer.args.save_strategy = "no"
     if trainer.run.ranks.rank:
-        trainer.reward_funcs = trainer.lookup.functions = [None] * len(trainer.reward_funcs)
+        trainer.reward_funcs = [None] * len(trainer.reward_funcs)
+        if trainer.lookup:
+            trainer.lookup.functions = trainer.reward_funcs
     before = flat_adapter(trainer.model)
     trainer.train()
     return (flat_adapter(trainer.model) - before).tolist()

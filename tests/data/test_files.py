@@ -12,22 +12,18 @@ from conftest import RENDERED, write_csv
 from hypothesis import given
 from hypothesis import strategies as st
 from machines import only
+from test_formats import load
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from grpo.data import files
-from grpo.data.files import MOST_PROBLEMS, Row, read_csv, read_rows, reward_columns
+from grpo.data.files import MOST_PROBLEMS, Row, read_rows, reward_columns
 from grpo.data.prompts import answer_of, compile_template, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
 USER = ["user", "reward_action_0", "reward_action_1"]
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 GOOD = [RENDERED.format("a"), "0.25", "0.75"]
-
-
-def load(path):
-    problems = Problems()
-    return read_csv(path, problems), problems
 
 
 def load_table(path, header, *rows):

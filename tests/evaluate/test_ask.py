@@ -11,13 +11,10 @@ import shutil
 import ask
 import pytest
 import torch
-from conftest import ROOT, read_csv, write_csv
+from conftest import QUESTION, ROOT, SYSTEM, read_csv, write_csv
 from safetensors.torch import load_file, save_file
 
 from grpo.run.folder import ADAPTER
-
-QUESTION = "hour 8 store 50 load 26 co2 26 next 34 gain 58 short 0 room 100 need 0 rank 0 ahead 31 loads 27"
-SYSTEM = ("--system", "Answer with one action: [0] [1] [2] [3].")
 
 
 @pytest.fixture

@@ -9,14 +9,13 @@ import pytest
 import runs
 import torch
 from conftest import ROOT, read_csv, run_script
+from expert_models import load
 from peft import PeftModel
 from trainers import make
 from transformers.trainer_callback import TrainerCallback
 
-from grpo.model.load import load_model
-from grpo.plan.hub import find_model, read_json
+from grpo.plan.hub import read_json
 from grpo.run.folder import ADAPTER, BEST
-from grpo.settings import Problems
 
 
 def test_what_is_measured_reaches_logs_and_trackers_and_is_no_part_of_the_step(tiny, tmp_path):
@@ -53,8 +52,7 @@ def measured(tiny, tmp_path_factory):
     for name, lines in (("tes_heldout_compact.csv", 13), ("profile_heldout.csv", 1 + 96)):
         (folder / name).write_text("".join((ROOT / "data" / name).read_text().splitlines(True)[:lines]))
     inputs = {"EVAL_DATA": folder / "tes_heldout_compact.csv", "EVAL_PROFILE": folder / "profile_heldout.csv"}
-    done = run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": folder / "run"})
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": folder / "run"})
     return folder / "run", inputs
 
 
@@ -73,8 +71,7 @@ def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
     assert (evaluated[2]["heldout_reward"], evaluated[2]["plant_regret"]) == (evaluation["after"]["reward"], total)
     assert best["base_value"] == base and evaluation["exact"] is plant["exact"] is True
     assert best["value"] == min(figures["plant_regret"] for figures in evaluated)
-    model = load_model(str(tiny), find_model("tiny", Problems()).config, "eager")
-    policy = PeftModel.from_pretrained(model, folder / BEST)
+    policy = PeftModel.from_pretrained(load(tiny), folder / BEST)
     assert any(p.abs().sum() > 0 for name, p in policy.named_parameters() if "lora_B" in name)
     mine, own = ((path / "README.md").read_text(encoding="utf-8") for path in (folder / BEST, folder))
     assert f"trained for {best['step']} steps" in mine and best["in_words"][1:] in mine
@@ -86,8 +83,7 @@ def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
 
 def test_evaluations_leave_no_trace_in_what_is_learned(measured, tmp_path):
     folder, inputs = measured
-    done = run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": tmp_path / "run", "EVAL_STEPS": 0})
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": tmp_path / "run", "EVAL_STEPS": 0})
     for name in (ADAPTER, "completions.csv"):
         assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
     assert [figures["step"] for figures in read_json(tmp_path / "run" / "best/best.json")["evaluated"]] == [5]
@@ -103,7 +99,7 @@ def test_a_killed_run_ends_with_the_same_figures_and_the_same_best(measured, tmp
     assert [figures["step"] for figures in read_json(folder / "best/best.json")["evaluated"]] == [2, 4]
     (folder / BEST).rename(folder / "best.old")  # as if killed between the two renames
     done = run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": folder})
-    assert done.returncode == 0 and "continuing from step 3" in done.stdout, done.stdout + done.stderr
+    assert "continuing from step 3" in done.stdout
     runs.assert_same_run(folder, whole)
     for name in (ADAPTER, "best.json", "README.md"):  # adapter_config.json lists modules in any order
         assert (folder / BEST / name).read_bytes() == (whole / BEST / name).read_bytes(), name

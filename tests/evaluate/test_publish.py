@@ -6,40 +6,28 @@ from __future__ import annotations
 import json
 import shutil
 
-import huggingface_hub
 import pytest
 from export import main
-from hub_server import STRANGER, TOKEN, HubServer
+from hub_server import STRANGER, TOKEN
+from run_folders import metrics_row, write_run
 from safetensors.torch import load
 
 from grpo.run.folder import ADAPTER
 
 
 @pytest.fixture
-def run(saved_adapter, tmp_path, monkeypatch):
+def run(hub, saved_adapter, tmp_path, monkeypatch):
     """The folder of a run with an adapter, its best/, figures, and a path of this machine in a setting."""
     monkeypatch.delenv("MODEL_ID", raising=False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     folder = tmp_path / "cooling"
     shutil.copytree(saved_adapter, folder)
     shutil.copytree(saved_adapter, folder / "best")
     settings = {"MODEL_ID": "tiny", "DATA": f"{tmp_path}/mine.csv", "LORA_R": 3, "SYSTEM_PROMPT": "a|b\nc"}
     sources = dict.fromkeys(settings, "environment") | {"LORA_R": "default"}
-    (folder / "settings.json").write_text(json.dumps({"settings": settings, "sources": sources}))
-    (folder / "metrics.csv").write_text("step,reward\n7,0.5\n")
     evaluation = {"before": {"reward": 0.25}, "after": {"reward": 0.5}}
-    (folder / "evaluation.json").write_text(json.dumps(evaluation))
-    (folder / "best" / "best.json").write_text('{"in_words": "step 5 is the best"}')
-    return folder
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    with HubServer() as server:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        yield server
+    files = {"settings": {"settings": settings, "sources": sources}, "best/best": {"in_words": "step 5 is the best"}}
+    return write_run(folder, [metrics_row(7)], evaluation=evaluation, **files)
 
 
 def test_an_adapter_with_its_card(run, hub, tmp_path, capsys):

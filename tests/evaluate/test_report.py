@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 import re
 from pathlib import Path
 
@@ -41,9 +40,8 @@ def full(tmp_path_factory) -> Path:
     record = {"settings": {"TOTAL_STEPS": 30, "DATA": "/home/someone/days.csv", "LORA_R": 4}}
     record |= {"sources": {"DATA": "environment", "LORA_R": "default"}, "choices": {"rollouts": [True, "a GPU"]}}
     files = {"settings": record, "evaluation": EVALUATION, "closed_loop": plant_record("always_0")}
+    files["best/best"] = {"step": 10, "in_words": "step 10 is the best"}
     folder = write_run(tmp_path_factory.mktemp("runs") / "\u5b9f\u9a13", metrics, samples, **files)
-    (folder / "best").mkdir()
-    (folder / "best" / "best.json").write_text(json.dumps({"step": 10, "in_words": "step 10 is the best"}))
     write_report(folder)
     return folder
 
@@ -121,11 +119,10 @@ def test_markup_is_escaped_in_every_place_a_run_can_put_it(tmp_path):
         "settings": record,
         "evaluation": EVALUATION | {"constant_action": evil},
         "closed_loop": plant_record(evil),
+        "best/best": {"in_words": evil},
     }
     rows, samples = [metrics_row(1, time=evil), metrics_row(2, time=evil)], [completion_row(1, evil, **columns)]
     folder = write_run(tmp_path / f"run {evil.replace('/', '')}", rows, samples, **files)
-    (folder / "best").mkdir()
-    (folder / "best" / "best.json").write_text(json.dumps({"in_words": evil}))
     text = text_of(write_report(folder).parent)
     assert text.count(evil) >= 24 and "<script" not in (folder / "report.html").read_text(encoding="utf-8")
 

@@ -11,7 +11,7 @@ import torch
 from conftest import read_csv
 from ranked import in_ranks
 from test_steps import reward
-from trainers import make, plain_float32, seed_weights, step_of
+from trainers import make, moved_by_training, plain_float32, seed_weights, step_of
 from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
@@ -20,7 +20,6 @@ from grpo.learn.distributed import (
     ROLLOUT,
     adapter_parameters,
     adopt_rank0_state,
-    flat_adapter,
     sync_stop_signal,
 )
 from grpo.run.logs import METRICS
@@ -38,29 +37,26 @@ def make_on(ranks, tiny, folder, **changes):
     return make(tiny, folder, ranks, **changes)
 
 
-def learned(ranks, tiny, folder):
-    """How two steps with each LOSS_TYPE in turn moved the adapter, (8, P)."""
-    trainer = make_on(
-        ranks, tiny, folder, TOTAL_STEPS=STEPS, PROMPTS_PER_STEP=PROMPTS, NUM_GENERATIONS=GROUP, BETA=0.1,
-        LEARNING_RATE=1e-3, TEMPERATURE=0.8, SCALE_REWARDS="batch", MASK_TRUNCATED=True, GRADIENT_CHECKPOINTING=False,
-    )  # fmt: skip
-    plain_float32(trainer)
-    trainer.args.adam_epsilon, trainer.args.save_strategy = 1e-4, "no"  # They are those of test_steps.py.
-    trainer.reward_funcs = [None if ranks.rank else reward]  # Only rank 0 calls it.
+def learned(ranks, tiny, folder, losses=LOSSES, **changes):
+    """How the steps with each of `losses` in turn moved the adapter, (losses, P). Steps that share a rollout compute
+    their old log-probs."""
+    settings = {"TOTAL_STEPS": STEPS, "PROMPTS_PER_STEP": PROMPTS, "NUM_GENERATIONS": GROUP, "BETA": 0.1}
+    settings |= {"LEARNING_RATE": 1e-3, "TEMPERATURE": 0.8, "SCALE_REWARDS": "batch", "MASK_TRUNCATED": True}
+    trainer = plain_float32(make_on(ranks, tiny, folder, GRADIENT_CHECKPOINTING=False, **settings | changes))
+    trainer.args.adam_epsilon, trainer.reward_funcs = 1e-4, [reward]  # They are those of test_steps.py.
 
     def rollout(*arguments):
         torch.manual_seed(ranks.rank)  # After a real rollout each rank has drawn other noise.
-        return step_of(trainer, PROMPTS * GROUP)
+        completions, logps = step_of(trainer, trainer.args.generation_batch_size)
+        return completions, None if changes else logps
 
     trainer._generate_single_turn = rollout
     moved = []
-    for trainer.loss_type in LOSSES:
+    for trainer.loss_type in losses:
         seed_weights(trainer.model)
-        before = flat_adapter(trainer.model)
         trainer.optimizer = trainer.lr_scheduler = None
-        trainer.train()
-        moved.append(flat_adapter(trainer.model) - before)
-    return torch.stack(moved).tolist()
+        moved.append(moved_by_training(trainer))
+    return moved
 
 
 @pytest.mark.numeric

@@ -13,7 +13,6 @@ import torch
 from conftest import RENDERED, read_csv
 from ranked import in_ranks
 from trainers import (
-    gradient_of,
     loss_and_gradients,
     make,
     moved_by_training,
@@ -88,11 +87,7 @@ def scored(trainer, texts, logps=None):
 
 def step_gradient(trainer, inputs, answers, micro_batch=4, packing="prefix"):
     """The gradient of a step as one vector."""
-    trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
-    trainer.run.packing = packing
-    trainer.model.zero_grad()
-    trainer.learn(trainer.model, inputs, answers)
-    return gradient_of(trainer)
+    return loss_and_gradients(trainer, inputs, micro_batch, packing, answers=answers)[1]
 
 
 def apart(vector, other):

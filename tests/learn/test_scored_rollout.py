@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 from types import SimpleNamespace
@@ -12,10 +13,9 @@ import pytest
 import torch
 from conftest import read_csv
 from ranked import in_ranks
-from test_distributed import TIMES, make_on
+from test_distributed import TIMES, learned
 from test_expected_reward import MIXED, REWARDS, apart, scored, step_gradient, trainer_with
-from test_steps import reward
-from trainers import batch, loss_and_gradients, make, plain_float32, policy_logps, seed_weights, step_of
+from trainers import batch, loss_and_gradients, make, plain_float32, policy_logps, step_of
 
 from grpo.learn.distributed import ROLLOUT, flat_adapter
 from grpo.learn.learner import Learner
@@ -165,35 +165,8 @@ def test_the_logs_of_shared_rollouts(whole_run):
     assert [float(row["rollout_s"]) > 0 for row in rows] == [True, False, False, False, True, False]
 
 
-def moved(ranks, tiny, folder):
-    """How six steps of three shared rollouts moved the adapter, and the figures of each."""
-    trainer = make_on(
-        ranks,
-        tiny,
-        folder,
-        TOTAL_STEPS=6,
-        PROMPTS_PER_STEP=3,
-        NUM_GENERATIONS=2,
-        LEARNING_RATE=1e-3,
-        BETA=0.1,
-        **SHARED,
-    )
-    plain_float32(trainer)
-    seed_weights(trainer.model)
-    trainer.args.adam_epsilon, trainer.args.save_strategy = 1e-4, "no"
-    trainer.reward_funcs = [None if ranks.rank else reward]
-
-    def rollout(*arguments):
-        torch.manual_seed(ranks.rank)
-        return step_of(trainer, 12)[0], None
-
-    trainer._generate_single_turn = rollout
-    before = flat_adapter(trainer.model)
-    trainer.train()
-    return (flat_adapter(trainer.model) - before).tolist()
-
-
 def test_two_processes_learn_what_one_does(tiny, tmp_path):
-    (alone,) = in_ranks(1, moved, tiny, tmp_path / "1")
-    first, second = in_ranks(2, moved, tiny, tmp_path / "2")
+    shared = functools.partial(learned, losses=["grpo"], TOTAL_STEPS=6, **SHARED)
+    (alone,) = in_ranks(1, shared, tiny, tmp_path / "1")
+    first, second = in_ranks(2, shared, tiny, tmp_path / "2")
     assert first == second and apart(torch.tensor(first), torch.tensor(alone)) < 2e-5

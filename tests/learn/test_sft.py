@@ -7,14 +7,12 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import sft
-from conftest import CLEAN, RENDERED, ROOT, read_csv, run_script, write_csv
+from conftest import CLEAN, RENDERED, ROOT, read_csv, run_python, run_script, write_csv
 from machines import only
 from safetensors.torch import load_file
 
@@ -35,15 +33,12 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     learn, held_out = folder / "sft", folder / "held_out.csv"
     held_out.write_text("".join(COMPACT.read_text().splitlines(True)[:13]))
-    command = [sys.executable, "scripts/sft.py", "--out", str(learn)]
     environ = ENVIRON | {"TOTAL_STEPS": "12"}
-    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python("scripts/sft.py", "--out", learn, **environ)
     settings = ENVIRON | {"INIT_ADAPTER": learn, "OUTPUT_DIR": folder / "grpo", "TOTAL_STEPS": 1, "LEARNING_RATE": 1e-9}
     settings |= {"EVAL_DATA": held_out, "EVAL_PROFILE": "", "BETA": 0.1, "PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 4}
     settings = {name: str(value) for name, value in settings.items()}
-    run = run_script(**settings)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_script(**settings)
     return SimpleNamespace(sft=learn, grpo=folder / "grpo", settings=settings, environ=environ)
 
 

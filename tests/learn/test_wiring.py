@@ -9,6 +9,7 @@ import json
 import pytest
 from conftest import CLEAN, RENDERED
 from datasets import Dataset
+from expert_models import load
 from machines import CPU
 from peft.tuners.lora import LoraLayer
 from trainers import build, make
@@ -16,8 +17,7 @@ from transformers import TrainerControl, TrainerState
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo.learn.options import GRPO_SETTINGS, TRAINING_SETTINGS
-from grpo.model.load import load_model, load_tokenizer
-from grpo.plan.hub import read_json
+from grpo.model.load import load_tokenizer
 from grpo.preflight.checks import preflight
 from grpo.settings import FIELDS, load_settings, parse_value
 
@@ -181,7 +181,7 @@ def test_training_calls_a_reward_function_as_trl_does(form, tiny, tmp_path):
     rows = checked_rows(tmp_path, form)
     ours = make(tiny, tmp_path, rows=rows, REWARDS="test_wiring:record")
     theirs = GRPOTrainer(
-        load_model(str(tiny), read_json(tiny / "config.json"), "eager").float(),
+        load(tiny).float(),
         record,
         GRPOConfig(str(tmp_path / "trl"), per_device_train_batch_size=4, num_generations=2, use_cpu=True, bf16=False),
         Dataset.from_list([{"prompt": "not used"}] * 2),

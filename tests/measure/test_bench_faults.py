@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from engines import trainer_with_engine
 
 from grpo.measure import faults, record
 from grpo.rollout.engine import EngineError
@@ -20,13 +19,13 @@ ERRORS = {"kill": KeyboardInterrupt, "memory": torch.OutOfMemoryError, "dying": 
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS)
-def test_a_fault_comes_in_its_phase(tiny, tmp_path, monkeypatch, fault):
+def test_a_fault_comes_in_its_phase(build, monkeypatch, fault):
     """A kill comes at once here, as a KeyboardInterrupt, and a full GPU is pretended."""
     kind, phase = fault.split(":")
     timer = mock.Mock(return_value=mock.Mock(start=mock.Mock(side_effect=KeyboardInterrupt)))
     monkeypatch.setattr(faults.threading, "Timer", timer)
     monkeypatch.setattr(faults, "occupy", mock.Mock(side_effect=torch.OutOfMemoryError))
-    trainer = trainer_with_engine(tiny, tmp_path, TOTAL_STEPS=4, SAVE_STEPS=2)
+    trainer = build(TOTAL_STEPS=4, SAVE_STEPS=2)
     with pytest.raises(ERRORS[kind]):
         faults.bench_faults(argparse.Namespace(child=f"{fault}:2", main=lambda arguments: trainer.train()))
     if kind == "kill":

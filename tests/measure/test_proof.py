@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import prove
 import pytest
-from conftest import CLEAN, ROOT
+from conftest import ROOT, run_python
 
 from grpo.measure import proof
 from grpo.measure.proof import run_settings
@@ -157,8 +155,8 @@ def test_a_small_proof_from_model_to_figures(tmp_path):
     """All stages on a CPU. Four steps need not improve anything: the exit code may be 0 or 1, the files must be
     there."""
     out, results = tmp_path / "proof", tmp_path / "proof.json"
-    command = [sys.executable, str(ROOT / "scripts" / "prove.py"), "--out", "proof", "--scale", "small"]
-    done = subprocess.run([*command, "--results", results], env=CLEAN, cwd=tmp_path, capture_output=True, text=True)
+    words = [ROOT / "scripts" / "prove.py", "--out", "proof", "--scale", "small", "--results", results]
+    done = run_python(*words, cwd=tmp_path, code=None)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     warmup = json.loads((out / "model" / "warmup.json").read_text())
     stored = warmup["stages"]["stored"]
@@ -171,6 +169,6 @@ def test_a_small_proof_from_model_to_figures(tmp_path):
     assert str(tmp_path) not in results.read_text() and "MODEL_ID=OUT/model" in results.read_text()
     # What is complete is not repeated.
     before = [path.stat().st_mtime_ns for path in (out / "model" / "warmup.json", out / "run" / "evaluation.json")]
-    again = subprocess.run([*command, "--results", results], env=CLEAN, cwd=tmp_path, capture_output=True)
+    run_python(*words, cwd=tmp_path, code=done.returncode)
     after = [path.stat().st_mtime_ns for path in (out / "model" / "warmup.json", out / "run" / "evaluation.json")]
-    assert again.returncode == done.returncode and after == before
+    assert after == before

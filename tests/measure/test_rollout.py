@@ -12,8 +12,7 @@ import bench
 import pytest
 import torch
 from expert_models import load
-from machines import H100
-from stub_vllm import stub_engine
+from stub_vllm import pretend_vllm, stub_engine
 
 import train_grpo
 from grpo.learn import timer
@@ -21,7 +20,7 @@ from grpo.learn.trainer import Trainer
 from grpo.measure import harness, record, rollout
 from grpo.model.attention import unwrap_peft
 from grpo.model.load import VOCAB_WEIGHTS
-from grpo.plan.machine import Machine, installed_versions
+from grpo.plan.machine import Machine
 from grpo.rollout import engine as rollout_engine
 
 WORDS = f"""--model tiny --data {record.ROOT}/data/tes_heldout_compact.csv --child run --set PROMPTS_PER_STEP=2
@@ -37,11 +36,7 @@ def child(tmp_path, monkeypatch, quiet):
         monkeypatch.setattr(torch.cuda, name, lambda size=size: size)
     monkeypatch.setattr(rollout, "read_machine", lambda: Machine(gpu_free=11.0))
     monkeypatch.setattr(timer, "gpu_used_gib", lambda: 14.0)
-    versions = installed_versions
-    monkeypatch.setattr("grpo.preflight.resolve.installed_versions", lambda names: versions(names) | {"vllm": "0.26.0"})
-    monkeypatch.setattr("grpo.preflight.resolve.read_machine", lambda: H100)
-    monkeypatch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
-    monkeypatch.setattr(rollout_engine, "start_engine", stub_engine)
+    pretend_vllm(monkeypatch, stub_engine)
 
     def main(arguments):
         code = train_grpo.main(arguments)
@@ -59,18 +54,6 @@ def child(tmp_path, monkeypatch, quiet):
 
     run.folder = tmp_path / "run"
     return run
-
-
-def after_learning(monkeypatch, change):
-    """`change(trainer)` is called after each step has learned."""
-    learn = Trainer.learn
-
-    def changed(trainer, model, batch, *arguments):
-        loss = learn(trainer, model, batch, *arguments)
-        change(trainer)
-        return loss
-
-    monkeypatch.setattr(Trainer, "learn", changed)
 
 
 def test_a_child_measures_a_run_and_what_vllm_lends(child, monkeypatch):
@@ -95,15 +78,18 @@ def test_a_child_measures_a_run_and_what_vllm_lends(child, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lent_changed", "base_changed"])
 def test_a_weight_that_is_written_fails(child, monkeypatch, name):
-    weight = torch.ones(4, 6, dtype=torch.bfloat16)
+    """Here after a step has learned."""
+    weight, learn = torch.ones(4, 6, dtype=torch.bfloat16), Trainer.learn
     monkeypatch.setattr(rollout, "lent_tensors", lambda policy: {"lent": weight})
 
-    def write(trainer):
+    def write(trainer, *arguments):
+        loss = learn(trainer, *arguments)
         norm = unwrap_peft(trainer.model).model.layers[0].input_layernorm.weight
         changed = weight if name == "lent_changed" else norm.data
         changed.view(-1)[3] = torch.nextafter(changed.view(-1)[3], torch.tensor(9.0, dtype=changed.dtype))
+        return loss
 
-    after_learning(monkeypatch, write)
+    monkeypatch.setattr(Trainer, "learn", write)
     code, values = child("--set", "TOTAL_STEPS=1")
     assert code == 1 and [key for key in ("lent_changed", "base_changed") if values[key]] == [name]
 

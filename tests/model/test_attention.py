@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_models import config_of, stock_model
-from packed_rows import DIM, HEADS, KEY_HEADS, REFERENCE, SCALE, normal
+from expert_models import stock_model
+from reference_kernel import REFERENCE
 
 from grpo.model.attention import KERNELS, SinkAttention, hidden_states
 from grpo.model.load import load_model
 from grpo.model.packing import pack_batch
+from grpo.plan.hub import read_json
 
 pytestmark = pytest.mark.numeric
 
+HEADS, KEY_HEADS, DIM, SCALE = 4, 2, 8, 0.3
 # Two completions share a prompt, a third has its own; lengths down to one token.
 PROMPTS, COMPLETIONS = [[1, 2, 3], [1, 2, 3], [4]], [[5, 6], [7], [8, 9, 5]]
 
@@ -31,7 +33,8 @@ def test_narrow_types_stay_near_float64(monkeypatch, dtype, tolerance, window):
     monkeypatch.setattr(torch.Tensor, "index_add_", lambda x, *rest: added.append(x.dtype) or add(x, *rest))
     generator, length = torch.Generator().manual_seed(0), batch.ids.shape[1]
     shapes = (length, HEADS, DIM), (length, KEY_HEADS, DIM), (length, KEY_HEADS, DIM), (HEADS,)
-    inputs = [normal(*shape, generator=generator, dtype=dtype) for shape in shapes]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    inputs = [x.to(dtype).requires_grad_() for x in drawn]
     wide = [x.detach().double().requires_grad_() for x in inputs]
     assert batch.queries < batch.ids.shape[1], "padding is part of it"
     out, expected = (SinkAttention.apply(*x, batch, REFERENCE, SCALE, window) for x in (inputs, wide))
@@ -88,8 +91,7 @@ def test_the_model_equals_stock_transformers(tiny, stock, monkeypatch, attention
     monkeypatch.setattr("grpo.model.experts.grouped_mm", by_expert)
     monkeypatch.setitem(KERNELS, "reference", lambda: REFERENCE)
     prompts, completions, expected, weights, gradients = stock
-    config = config_of(tiny)
-    model = with_wide_heads(load_model(str(tiny), config, attention, experts))
+    model = with_wide_heads(load_model(str(tiny), read_json(tiny / "config.json"), attention, experts))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("experts" not in name)
     batch = pack_batch(prompts, completions, share, one_row, "cpu")

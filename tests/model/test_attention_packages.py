@@ -10,7 +10,6 @@ import types
 
 import pytest
 import torch
-from packed_rows import packed
 from reference_kernel import reference_backward, reference_forward
 
 from grpo.model.attention import KERNELS, SEQLENS
@@ -40,6 +39,8 @@ STAND_INS = {
     }),
 }  # fmt: skip
 assert STAND_INS.keys() == FLASH_PACKAGES.keys()
+# (queries, keys) of each packed sequence: as many keys as queries, keys of a prefix before them, a single query.
+LENGTHS = [(5, 5), (3, 9), (1, 6), (7, 7)]
 TORCH = "_flash_attention_forward", "_flash_attention_backward"
 TORCHS_NAMES = {  # and those of the packages
     "query": "q", "key": "k", "value": "v", "grad_out": "dout", "logsumexp": "softmax_lse", "cum_seq_q": "cu_seqlens_q",
@@ -96,6 +97,17 @@ def package(request, monkeypatch):
     vars(sys.modules[module]).update(functions)
     monkeypatch.setattr(torch.ops, "flash_attn_3", types.SimpleNamespace(**functions), raising=False)
     return request.param
+
+
+def packed():
+    """q (Tq, Hq, D), k and v (Tk, Hkv, D) in float32, and a kernel's shape without its window."""
+    g = torch.Generator().manual_seed(0)
+    queries, keys = zip(*LENGTHS, strict=True)
+    shape = {f"cu_seqlens_{x}": torch.tensor([0, *n]).cumsum(0).int() for x, n in (("q", queries), ("k", keys))}
+    shape |= {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys), "softmax_scale": 0.3}
+    q = torch.randn(sum(queries), 4, 8, generator=g)
+    k, v = (torch.randn(sum(keys), 2, 8, generator=g) for _ in range(2))
+    return q, k, v, shape
 
 
 @pytest.mark.parametrize("package", [*FLASH, "torch_flash"], indirect=True)

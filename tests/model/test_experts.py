@@ -7,8 +7,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from expert_models import config_of, load
-from interpreter import interpreted, third_party
+from expert_models import load
+from interpreter import cached_source, interpreted
 from torch.utils.checkpoint import checkpoint
 from transformers import GptOssConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
@@ -16,6 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model import experts
 from grpo.model.experts import experts_forward, quantized_experts
+from grpo.plan.hub import read_json
 
 pytestmark = pytest.mark.numeric
 
@@ -112,7 +113,7 @@ def test_kernels_equal_plain_torch():
 
 def test_weights_in_vllms_layout_for_hopper_are_those_of_the_checkpoint():
     """Swizzled by vLLM's own functions, from its source."""
-    interpreted(SWIZZLED, third_party())
+    interpreted(SWIZZLED, cached_source() / "third_party")
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
@@ -170,7 +171,7 @@ def kept_and_gradient(model):
 def test_without_checkpointing_packed_experts_are_dequantized_again_instead_of_kept(tiny):
     """Autograd then keeps no more than with BF16 experts, which are there anyway, else every layer's weights. The
     gradient is the same bit by bit."""
-    config, packed = config_of(tiny), load(tiny, "mxfp4")
+    config, packed = read_json(tiny / "config.json"), load(tiny, "mxfp4")
     wide_kept, expected = kept_and_gradient(load(tiny, "bf16"))
     matrices = config["num_local_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
     for again, more in ((True, 0), (False, config["num_hidden_layers"] * matrices * 2)):

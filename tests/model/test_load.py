@@ -9,12 +9,13 @@ import shutil
 
 import pytest
 import torch
-from expert_models import config_of, load, stock_model
+from expert_models import load, stock_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from grpo.model.experts import quantized_experts
 from grpo.model.load import load_adapter, load_base, load_quantized, load_tokenizer
+from grpo.plan.hub import read_json
 from grpo.run.ending import UnloadableModel
 from grpo.settings import Settings
 
@@ -66,7 +67,7 @@ def test_other_files(tiny, copy):
     (copy / "generation_config.json").unlink()
     model, expected = load(copy, "bf16"), load(tiny, "bf16").state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
-    assert model.generation_config.eos_token_id == config_of(tiny)["eos_token_id"]
+    assert model.generation_config.eos_token_id == read_json(tiny / "config.json")["eos_token_id"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_a_tokenizer_without_a_stop_token_is_named(copy):
 def test_packed_experts_are_dequantized_again_where_no_layer_is_recomputed(tiny, checkpointing, parts):
     """Or where they are dequantized in parts."""
     settings = Settings(EXPERTS="mxfp4", GRADIENT_CHECKPOINTING=checkpointing)
-    modules = quantized_experts(load_base(settings, str(tiny), config_of(tiny), "eager", parts))
+    modules = quantized_experts(load_base(settings, str(tiny), read_json(tiny / "config.json"), "eager", parts))
     assert modules and {(m.dequantize_again, m.parts) for m in modules} == {(parts > 1 or not checkpointing, parts)}
 
 

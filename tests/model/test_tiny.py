@@ -12,21 +12,17 @@ from expert_models import load
 from grpo.model.checkpoint import read_tokenizer
 from grpo.model.warmup import TINY_RECIPE, figures, write_tiny
 from grpo.model.warmup_rows import PROBE_SEED, WarmupTensors, warmup_rows
-from grpo.plan.hub import TINY_PATH, read_json
+from grpo.plan.hub import read_json
 
 pytestmark = pytest.mark.numeric
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return read_tokenizer(TINY_PATH)
-
-
-def test_it_knows_the_format_and_not_the_choice(tiny, tokenizer):
+def test_it_knows_the_format_and_not_the_choice(tiny):
     """Exactly, on rows of its own: it answers in the right form, names every action as often as another, and its
     likeliest action earns no more than the best constant one. Whatever a run shows afterwards was learned by GRPO."""
     model = load(tiny, "bf16").float()
-    values = figures(model, WarmupTensors(warmup_rows((PROBE_SEED + 100, 10, "compact", 1.0)), tokenizer, "cpu"))
+    rows = warmup_rows((PROBE_SEED + 100, 10, "compact", 1.0))
+    values = figures(model, WarmupTensors(rows, read_tokenizer(tiny), "cpu"))
     assert values["parse_rate"] > 0.99
     assert values["reward"] == pytest.approx(values["random"], abs=0.01)
     assert values["greedy"] <= values["best_constant"] < 0.7 * values["oracle"]

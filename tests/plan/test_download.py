@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hub_server import STRANGER, TOKEN, HubServer, files_in
-from huggingface_hub import close_session, constants, hf_hub_download
+from hub_server import STRANGER, TOKEN, files_in
+from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from machines import only
 
@@ -18,24 +18,6 @@ from grpo.settings import Problems
 MODEL = "org/model"
 BIG = bytes(range(256)) * 2**12 * 12  # 12 MiB: huggingface_hub writes 10 at a time
 PARTS = ("model-1.safetensors", "model-2.safetensors")
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A Hub that huggingface_hub uses in this process, with a cache of its own and no token."""
-    with HubServer() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        for name, value in hub.environ(tmp_path).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        close_session()
-        yield hub
-        close_session()
 
 
 def files_of(tiny: Path, first: bytes = b"one", second: bytes = b"two") -> dict[str, bytes]:

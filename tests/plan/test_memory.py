@@ -10,16 +10,16 @@ import re
 
 import pytest
 from conftest import ROOT
+from expert_models import load
 from hypothesis import given
 from hypothesis import strategies as st
 from machines import CPU, H100, LARGE_CONFIG
 from peft import LoraConfig, get_peft_model
 
 import train_grpo
-from grpo.model.load import load_model
 from grpo.plan import memory
 from grpo.plan.engine import LOADING_PARTS, capture_sizes
-from grpo.plan.hub import REAL_CONFIG, DraftModel, checkpoint_gib, packed_gib
+from grpo.plan.hub import REAL_CONFIG, DraftModel, checkpoint_gib, packed_gib, read_json
 from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
@@ -121,21 +121,6 @@ def test_starting_vllm_takes_more_than_its_weights():
     for free, short in ((chosen.start_peak + 0.01, False), (chosen.start_peak - 0.01, True)):
         need = memory.memory_shortfall(chosen, dataclasses.replace(H100, gpu_free=max(free, 0)))
         assert need.startswith("vLLM's start would need 19.4 GiB") is short
-
-
-@pytest.mark.parametrize(("free", "parts", "most"), [(78.6, 4, 16), (139.0, 1, 48)])
-def test_gpt_oss_120b_fits_one_card(free, parts, most):
-    """Planned for steps of 12 x 8 x 512. On a card of 80 GB a layer's experts are dequantized in parts; by hand: a part
-    of the larger matrix has 32 x 2,880 x 5,760 elements."""
-    inputs = with_vllm(free, LARGE_CONFIG, capability=9.0)
-    settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, ROLLOUT_SYNC="merge", USE_VLLM=True)
-    chosen = memory.plan_memory(settings, inputs)
-    assert not memory.memory_shortfall(chosen, inputs.machine) and not memory.host_shortfall(chosen, inputs.machine)
-    assert (chosen.expert_parts, chosen.micro_batch) == (parts, most)
-    assert "the rest waits" not in chosen.engine.cache_reason, "the cache holds a whole rollout"
-    sizes = {1: 128 * 3 * 2880**2 * 2, 4: 32 * 2880 * 5760 * 2}
-    for number, size in sizes.items():
-        assert memory.dequantized_gib(settings, LARGE_CONFIG, number) == pytest.approx(size / GIB)
 
 
 def test_gpt_oss_120b_takes_what_the_documentation_says():
@@ -255,11 +240,10 @@ def test_a_micro_batch_is_as_large_as_pays():
 
 
 def test_lora_size_is_pefts_own(tiny):
-    config = json.loads((tiny / "config.json").read_text(encoding="utf-8"))
     settings = Settings(MODEL_ID="tiny", LORA_R=3)
-    model = get_peft_model(load_model(str(tiny), config, "eager"), LoraConfig(**train_grpo.lora_options(settings)))
+    model = get_peft_model(load(tiny), LoraConfig(**train_grpo.lora_options(settings)))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapter = memory.plan_memory(settings, plan_inputs(CPU, config, 100)).adapter
+    adapter = memory.plan_memory(settings, plan_inputs(CPU, read_json(tiny / "config.json"), 100)).adapter
     assert adapter * GIB == pytest.approx(trainable * 16)
 
 

@@ -7,11 +7,10 @@ import dataclasses
 
 import pytest
 from conftest import CLEAN
-from machines import CPU, H100, only
+from machines import CPU, H100, only, plan_inputs
 from ranked import in_ranks
 
-from grpo.plan.hub import REAL_CONFIG
-from grpo.plan.memory import NCCL_GIB, PlanInputs, plan_memory
+from grpo.plan.memory import NCCL_GIB, plan_memory
 from grpo.preflight import checks, resolve
 from grpo.preflight.banner import banner, memory_lines
 from grpo.run.folder import RunState
@@ -20,12 +19,8 @@ from grpo.settings import Problems, Settings
 TWO, FOUR = (dataclasses.replace(H100, ranks=count, here=2) for count in (2, 4))
 
 
-def shapes_of(machine):
-    return PlanInputs(REAL_CONFIG, machine, 940, "torch_flash", "prefix", True)
-
-
 def plan(machine, **changes):
-    return plan_memory(Settings(**changes), shapes_of(machine))
+    return plan_memory(Settings(**changes), plan_inputs(machine, True))
 
 
 def test_a_plan_is_of_one_process():
@@ -56,7 +51,7 @@ def test_host_memory_is_shared():
 
     def problems(machine, ram_free, **changes):
         problems, machine = Problems(), dataclasses.replace(machine, ram_free=ram_free)
-        checks.check_memory(Settings(**changes), shapes_of(machine), problems)
+        checks.check_memory(Settings(**changes), plan_inputs(machine, True), problems)
         return problems
 
     problem = only(problems(TWO, 25.0))

@@ -11,10 +11,10 @@ import types
 
 import pytest
 from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
-from machines import CPU, H100, LARGE_CONFIG, only
+from machines import CPU, H100, LARGE_CONFIG, only, plan_inputs
 
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
-from grpo.plan.memory import PlanInputs, plan_memory
+from grpo.plan.memory import plan_memory
 from grpo.preflight import banner, checks, resolve
 from grpo.preflight.choices import EXPERTS_REASONS
 from grpo.run.folder import RunState
@@ -22,7 +22,6 @@ from grpo.run.ranks import Ranks
 from grpo.settings import FIELDS, Problems, Settings, load_settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
-USER_HEADER = ["user", *HEADER[1:]]
 TWO_GPUS = dataclasses.replace(H100, gpus=2)
 CONFLICTS = [
     ({"GENERATION_BATCH": 7, "STEPS_PER_GENERATION": 2}, CPU, ["STEPS_PER_GENERATION x ", "2 x 12 x 8 = 192"]),
@@ -197,13 +196,9 @@ def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
     assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
 
 
-def shapes_on(machine, beside_vllm=False):
-    return PlanInputs(REAL_CONFIG, machine, 940, "torch_flash", "prefix", beside_vllm)
-
-
 def memory_problems(machine, beside_vllm=False, **changes):
     problems = Problems()
-    checks.check_memory(Settings(**changes), shapes_on(machine, beside_vllm), problems)
+    checks.check_memory(Settings(**changes), plan_inputs(machine, beside_vllm), problems)
     return problems
 
 
@@ -232,9 +227,9 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
     machine = dataclasses.replace(H100, capability=capability, gpu_free=free)
     for sync, kind in (("merge", chosen), ("lora", chosen if capability < 9 else "bf16")):
         settings = Settings(EXPERTS=None, ROLLOUT_SYNC=sync)
-        experts = resolve.resolve_experts(settings, shapes_on(machine, True))
+        experts = resolve.resolve_experts(settings, plan_inputs(machine, True))
         assert experts == (kind, EXPERTS_REASONS[kind])
-    whole = dataclasses.replace(shapes_on(machine, True), config=REAL_CONFIG | {"quantization_config": None})
+    whole = dataclasses.replace(plan_inputs(machine, True), config=REAL_CONFIG | {"quantization_config": None})
     assert resolve.resolve_experts(Settings(EXPERTS=None), whole) == ("bf16", "the checkpoint's are not quantized")
     assert not memory_problems(machine, True, EXPERTS=chosen), "it fits"
 
@@ -243,7 +238,7 @@ def test_experts_are_chosen_by_the_machine(capability, free, chosen):
 def test_where_nothing_fits_the_refusal_is_about_the_smallest_experts(beside_vllm, chosen):
     machine = dataclasses.replace(H100, capability=8.9, gpu_free=16.0)
     settings = Settings(ROLLOUT_SYNC="merge")
-    experts = resolve.resolve_experts(settings, shapes_on(machine, beside_vllm))
+    experts = resolve.resolve_experts(settings, plan_inputs(machine, beside_vllm))
     assert experts == (chosen, EXPERTS_REASONS[chosen])
     assert "weights 12.8" in only(memory_problems(machine, beside_vllm, EXPERTS=chosen)), "39 GiB were not asked for"
 
@@ -253,14 +248,14 @@ def test_where_nothing_fits_the_refusal_is_about_the_smallest_experts(beside_vll
     [(139.8, None, False, 24), (79.0, None, True, 48), (79.0, False, False, 8), (139.0, True, True, 48)],
 )
 def test_activations_are_kept_where_large_micro_batches_leave_room(free, setting, recomputed, micro_batch):
-    inputs = shapes_on(dataclasses.replace(H100, capability=9.0, gpu_free=free), True)
+    inputs = plan_inputs(dataclasses.replace(H100, capability=9.0, gpu_free=free), True)
     settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, GRADIENT_CHECKPOINTING=setting)
     chosen, reason = resolve.resolve_checkpointing(settings, inputs)
     plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=chosen), inputs)
     assert (chosen, plan.micro_batch) == (recomputed, micro_batch)
     assert chosen or plan.learning_peak < 0.5 * free
     assert "GRADIENT_CHECKPOINTING=" in reason if setting is not None else "tokens" in reason
-    assert resolve.resolve_checkpointing(settings, shapes_on(CPU, False))[0] == (setting is not False)
+    assert resolve.resolve_checkpointing(settings, plan_inputs(CPU, False))[0] == (setting is not False)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +268,7 @@ def test_activations_are_kept_where_large_micro_batches_leave_room(free, setting
 )
 def test_the_reason_why_activations_are_recomputed_is_the_true_one(changes, reason):
     """An H200 has room for micro-batches of 12,000 tokens: MICRO_BATCH asks for others."""
-    inputs = shapes_on(dataclasses.replace(H100, capability=9.0, gpu_free=139.0), True)
+    inputs = plan_inputs(dataclasses.replace(H100, capability=9.0, gpu_free=139.0), True)
     settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, **changes)
     assert resolve.resolve_checkpointing(settings, inputs) == (bool(changes), reason)
 
@@ -290,7 +285,7 @@ def test_the_reason_why_activations_are_recomputed_is_the_true_one(changes, reas
 def test_gpt_oss_120b_is_planned_for_one_card(free, completion, parts, problem):
     """With shared weights; what is printed of it, and what is refused."""
     machine = dataclasses.replace(H100, capability=9.0, gpu_free=free)
-    inputs = dataclasses.replace(shapes_on(machine, True), config=LARGE_CONFIG)
+    inputs = dataclasses.replace(plan_inputs(machine, True), config=LARGE_CONFIG)
     settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=completion)
     settings = dataclasses.replace(settings, EXPERTS=resolve.resolve_experts(settings, inputs)[0])
     if problem:  # Where nothing fits, `auto` is paged.
@@ -335,9 +330,9 @@ def test_everything_at_once_exits_2_and_writes_nothing(tiny, tmp_path):
     done = run_script(
         cwd=tmp_path, MODEL_ID=tmp_path / "model", DATA="bad.csv,none.csv", EVAL_DATA="~nobody-here/x.csv",
         REPORT_TO="oddity", NUM_GENERATIONS=10**18, SEED="1" * 5000, REWARDS="my_exit:score", LEARNING_RATES="\udcff",
-        GENERATION_BATCH=7, WARMUP_STEPS="x", OUTPUT_DIR="run",
+        GENERATION_BATCH=7, WARMUP_STEPS="x", OUTPUT_DIR="run", code=2,
     )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     named = (
         "tokenizer.json fails",
         "~nobody-here",
@@ -428,19 +423,10 @@ def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path
     assert " windows of profile_heldout.csv, " in banner.banner(tiny_run(EVAL_SAMPLES=8))
 
 
-PENALTY = "def score(completions, **columns):\n    return [-9.0 if '[' in text else 0.0 for text in completions]\n"
-
-
-def test_garbage_that_pays_is_refused_or_warned_of_where_it_was_set(tiny_run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_penalty.py").write_text(PENALTY)
-    path = write_csv(tmp_path / "d.csv", HEADER, [["x", 0.5, 0.5], ["y", 0, 1]])
-    problem = only(tiny_run(DATA=path, REWARDS="action,my_penalty:score").problems)
-    # Two rows: 0.1 below 0.5 and a tenth below 0 for no answer; the penalty is for answers alone.
-    assert problem.startswith("REWARDS: an unreadable answer earns 0.15 on average")
-    assert "worst action -8.75, so a run would learn garbage. Let my_penalty:score return less" in problem
-    warned = tiny_run(DATA=path, REWARDS="action,my_penalty:score", INVALID_REWARD=0)
-    warning = "INVALID_REWARD=0: an unreadable answer earns 0 on average (action 0, my_penalty:score 0)"
+def test_garbage_that_pays_is_refused_or_warned_of_where_it_was_set(tiny_run):
+    assert only(tiny_run(REWARDS="action=-1").problems).startswith("REWARDS: an unreadable answer earns")
+    warned = tiny_run(REWARDS="action", INVALID_REWARD=0.5)
+    warning = "INVALID_REWARD=0.5: an unreadable answer earns 0.5 on average (action 0.5)"
     assert not warned.problems and f"\n| {warning}" in banner.banner(warned)
 
 

@@ -10,12 +10,12 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from expert_models import config_of, load
+from expert_models import load
 from peft import LoraConfig, get_peft_model
 from trainers import seed_weights
 from trl.trainer.utils import pad
 
-from grpo.model.load import in_compute_dtype, load_model
+from grpo.model.load import in_compute_dtype
 from grpo.rollout import decode as decoding
 from grpo.rollout.decode import DecodingStep, shared_prefill
 
@@ -30,7 +30,7 @@ DRAWN = {"do_sample": True, "temperature": 0.7, "top_p": 1.0, "top_k": 0}
 def policy(tiny):
     """The tiny model with an adapter that is not zero, on weights that no machine's rounding depends on."""
     lora = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(in_compute_dtype(load_model(str(tiny), config_of(tiny), "eager")), lora).eval()
+    model = get_peft_model(in_compute_dtype(load(tiny)), lora).eval()
     seed_weights(model)
     return model
 

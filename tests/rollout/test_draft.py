@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import pytest
-import vllm_source
 from conftest import ROOT
-from interpreter import interpreted
+from interpreter import cached_source, interpreted
 
 REJECTION = """
 import dataclasses, importlib.util, sys, types
@@ -104,7 +102,4 @@ print("all equal")
 
 def test_kept_and_replaced_guesses_are_samples_of_the_model_with_its_log_probs():
     """After temperature, whether a guess is good, bad or missing."""
-    path = vllm_source.cached_source() / "v1/sample/rejection_sampler.py"
-    if not path.is_file():
-        pytest.skip("vLLM's source is not in the cache: `python tests/vllm_source.py` gets it (290 MiB)")
-    interpreted(REJECTION, ROOT, path)
+    interpreted(REJECTION, ROOT, cached_source() / "v1/sample/rejection_sampler.py")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from expert_models import load
-from interpreter import interpreted, third_party
+from interpreter import cached_source, interpreted
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
@@ -107,7 +107,7 @@ print("all equal")
 
 def test_what_is_learned_on_vllms_weights_is_what_is_learned_on_ones_own(tiny):
     """States, logits and gradients bit by bit. vLLM's tensors are not written, and others than expected not read."""
-    interpreted(LEARNING, third_party(), tiny)
+    interpreted(LEARNING, cached_source() / "third_party", tiny)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 import triton
 import triton.language as tl
-from interpreter import interpreted, third_party
+from interpreter import cached_source, interpreted
 
 from grpo.rollout.vllm_patches import patch_kernels
 
@@ -102,7 +102,7 @@ print("all equal")
 
 def test_experts_are_laid_out_in_parts_as_they_are_at_once():
     """By vLLM's own code: the same bytes in the same order in memory."""
-    interpreted(IN_PARTS, third_party())
+    interpreted(IN_PARTS, cached_source() / "third_party")
 
 
 def test_what_moved_is_one_warning(modules, caplog):

@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import CLEAN, ROOT
+from runs import wait_until
 
 from grpo.run.child import run_child
 
@@ -57,8 +57,7 @@ def start(folder, kind):
     with output.open("w") as file:
         environ = CLEAN | {"PYTHONPATH": str(ROOT)}
         parent = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder, env=environ, process_group=0)
-    while "listening" not in output.read_text() and parent.poll() is None:
-        time.sleep(0.02)
+    wait_until(lambda: "listening" in output.read_text() or parent.poll() is not None)
     return parent, output
 
 
@@ -77,6 +76,5 @@ def test_a_signal_reaches_the_child_once_and_nothing_else_is_started(tmp_path, k
 def test_a_killed_script_leaves_no_child(tmp_path):
     parent, output = start(tmp_path, "plain")
     parent.kill()
-    while "saved" not in output.read_text():
-        time.sleep(0.02)
+    wait_until(lambda: "saved" in output.read_text())
     assert f"saved [{int(signal.SIGTERM)}]" in output.read_text(), "it ends as it promises"

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import ask
@@ -13,7 +11,7 @@ import evaluate as ev
 import pytest
 import watch
 from closed_loop_schema import check_schema
-from conftest import CLEAN, ROOT, read_csv, run_script
+from conftest import QUESTION, ROOT, SYSTEM, read_csv, run_python, run_script
 from runs import assert_same_run
 
 from grpo.data.prompts import ANSWER_BEFORE
@@ -23,7 +21,6 @@ SETTINGS = {
     "MODEL_ID": "tiny", "DIRECT_ANSWERS": 1, "TOTAL_STEPS": 4, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 6, "SEED": 5,
     "DATA": "data/tes_heldout_compact.csv", "LR_SCHEDULER": "constant",
 }  # fmt: skip
-QUESTION = "hour 8 store 50 load 26 co2 26 next 34 gain 58 short 0 room 100 need 0 rank 0 ahead 31 loads 27"
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +32,6 @@ def direct_run(tiny, tmp_path_factory):
     profile.write_text("".join((ROOT / "data" / "profile_heldout.csv").read_text().splitlines(True)[: 1 + 96]))
     settings = SETTINGS | {"OUTPUT_DIR": folder / "run", "EVAL_DATA": held_out, "EVAL_PROFILE": profile}
     done = run_script(**settings, EVAL_STEPS=2)
-    assert done.returncode == 0, done.stdout + done.stderr
     return SimpleNamespace(folder=folder / "run", output=done.stdout, held_out=held_out, profile=profile)
 
 
@@ -99,11 +95,10 @@ def test_the_adapter_is_evaluated_as_in_its_run(direct_run, tmp_path, capsys):
 
 
 def test_the_adapter_is_asked_as_in_its_run(direct_run, capsys):
-    system = ("--system", "Answer with one action: [0] [1] [2] [3].")
-    assert ask.main([str(direct_run.folder), QUESTION, *system]) == 0
+    assert ask.main([str(direct_run.folder), QUESTION, *SYSTEM]) == 0
     completion, action, *_ = capsys.readouterr().out.splitlines()
     assert completion == f"{action.removeprefix('action: ')}]<|return|>"
-    assert ask.main([str(direct_run.folder), QUESTION, *system, "--serve"]) == 0
+    assert ask.main([str(direct_run.folder), QUESTION, *SYSTEM, "--serve"]) == 0
     served = capsys.readouterr().out
     assert json.dumps(ANSWER_BEFORE)[1:-1] + '", "max_tokens": 1,' in served
 
@@ -113,19 +108,14 @@ def test_a_resumed_run_is_exact(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
         done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "TOTAL_STEPS": steps, "EVAL_SAMPLES": 0})
-        assert done.returncode == 0, done.stdout + done.stderr
     assert "continuing from step 2" in done.stdout
     assert_same_run(parts, whole)
 
 
 def test_sft_opens_the_answer_too_and_a_run_starts_from_it(tmp_path):
     """The loss is on `k]<|return|>`: a few steps leave no doubt about `]`, and settings.json says how prompts end."""
-    environ = CLEAN | {name: str(value) for name, value in SETTINGS.items()}
-    command = [sys.executable, "scripts/sft.py", "--out", str(tmp_path / "sft")]
-    done = subprocess.run(command, env=environ | {"TOTAL_STEPS": "2"}, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python("scripts/sft.py", "--out", tmp_path / "sft", **SETTINGS | {"TOTAL_STEPS": 2})
     assert json.loads((tmp_path / "sft" / "settings.json").read_text())["settings"]["DIRECT_ANSWERS"] is True
     assert ANSWER_BEFORE in (tmp_path / "sft" / "README.md").read_text()
     settings = SETTINGS | {"INIT_ADAPTER": tmp_path / "sft", "OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 1}
-    done = run_script(**settings, EVAL_SAMPLES=0)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_script(**settings, EVAL_SAMPLES=0)

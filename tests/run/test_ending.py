@@ -6,11 +6,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from conftest import CLEAN, ROOT
+from runs import wait_until
 
 CODE = """
 import sys
@@ -59,9 +59,8 @@ def test_an_interrupted_script_cleans_up_and_says_so(tmp_path, number):
         )  # fmt: skip
         assert process.stdout.readline() == "working\n"
         process.send_signal(number)
-        while times == "twice" and not (tmp_path / "cleaned").exists():
-            time.sleep(0.01)
         if times == "twice":
+            wait_until((tmp_path / "cleaned").exists)
             process.send_signal(number)
         error = process.communicate()[1]
         expected = (128 + number, "\ninterrupted\n") if times == "once" else (-number, "")

@@ -8,8 +8,8 @@ import math
 
 import pytest
 from conftest import read_csv
+from run_folders import ROW
 
-from grpo.data.files import Row
 from grpo.data.scoring import Completion
 from grpo.run.logs import (
     LEAST_STEPS,
@@ -20,8 +20,6 @@ from grpo.run.logs import (
     reward_warning,
 )
 from grpo.settings import Settings
-
-ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
 
 
 def write_step(log, step, completions, totals, zero_std_fraction=0.0):

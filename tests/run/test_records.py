@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_folders import EVALUATION, STEP, inspect, metrics_row, run_dir, write_run
+from run_folders import EVALUATION, inspect, metrics_row, run_dir, write_run
 
 from grpo.evaluate.adapter import recorded_settings
 from grpo.evaluate.report import choices_rows, facts, settings_rows
@@ -159,4 +159,3 @@ def test_odd_names_and_numbers_do_no_harm(tmp_path):
     (folder / name).write_text("x")
     with zipfile.ZipFile(write_zip(folder)) as archive:
         assert "run/caf\\xe9.txt" in archive.namelist()
-    assert STEP["step_s"] == 5.1

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from runs import environment, go_on, has_line, wait_until
+from conftest import write_commands
+from runs import finish, go_on, has_line, start_held, wait_until
 
 from grpo.run.folder import find_checkpoint
 from grpo.run.layout import EXIT
@@ -28,37 +28,22 @@ COMMANDS = {
 }
 
 
-def commands(tools: Path) -> Path:
-    tools.mkdir()
-    for name, text in COMMANDS.items():
-        (tools / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (tools / name).chmod(0o755)
-    return tools
-
-
-def start(folder: Path, tools: Path, **settings: object) -> subprocess.Popen:
-    job = {"SLURM_NNODES": 2, "SLURM_JOB_ID": os.getpid(), "SLURM_JOB_NODELIST": "two"}
-    environ = environment(folder, **job | settings)
-    environ |= {"PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}", "STEP": str(tools / "step")}
-    command = ["bash", "scripts/slurm/train.sbatch"]
-    return subprocess.Popen(command, env=environ, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "state"), [(2, "RUNNING"), (1, "COMPLETING")])
 def test_a_job_that_has_to_go_saves_its_step_and_is_queued_again_unless_its_user_cancelled_it(tmp_path, nodes, state):
     """Slurm says of a cancelled job at once that it is completing."""
-    folder, tools = tmp_path / "run", commands(tmp_path / "bin")
+    folder, tools = tmp_path / "run", write_commands(tmp_path / "bin", COMMANDS)
     (tools / "step.state").write_text(f"{state}\n")
-    job = start(folder, tools, SLURM_NNODES=nodes, HOLD_AT=3)
-    wait_until(folder.with_name("held").exists, job)
+    settings = {"SLURM_NNODES": nodes, "SLURM_JOB_ID": os.getpid(), "SLURM_JOB_NODELIST": "two", "STEP": tools / "step"}
+    settings["PATH"] = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = start_held(folder, 2, program=["bash", "scripts/slurm/train.sbatch"], **settings)
     if state == "RUNNING":
         job.send_signal(signal.SIGUSR1)
     else:
         subprocess.run([tools / "scancel"], env=os.environ | {"STEP": str(tools / "step")}, check=True)
     wait_until(lambda: has_line(folder), job)
     go_on(folder)
-    output = job.communicate()[0]
+    output = finish(job)
     assert job.returncode and json.loads((folder / EXIT).read_text())["code"] == 143, output
     assert find_checkpoint(folder)[0] == 3 and output.count("\nThis run\n") == 1
     assert ("on 2 machines" in output) is (nodes == 2)

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 
 import pytest
+from conftest import run_python
 from run_folders import write_steps
 from runs import environment
 
@@ -17,7 +16,6 @@ from grpo.preflight.checks import preflight, run_records
 from grpo.run import layout
 from grpo.run.folder import prepare_run
 from grpo.run.layout import lock_run
-from grpo.settings import ROOT
 
 
 @pytest.fixture
@@ -92,8 +90,5 @@ def test_a_disk_that_is_full_before_the_first_file_is_named(start, monkeypatch, 
 
 
 def test_what_torch_compiles_lies_in_the_users_cache(tmp_path):
-    environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    environ |= {"XDG_CACHE_HOME": str(tmp_path)}
     program = "import sys, os, grpo; assert 'torch' not in sys.modules; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
-    done = subprocess.run([sys.executable, "-c", program], env=environ, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == str(tmp_path / "torchinductor"), done.stderr
+    assert run_python("-c", program, XDG_CACHE_HOME=tmp_path).stdout.strip() == str(tmp_path / "torchinductor")

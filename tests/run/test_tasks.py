@@ -25,12 +25,11 @@ def test_gsm8k_from_a_data_set_of_the_hub(tmp_path, tiny):
         splits = {"train.jsonl": lines["gsm8k_train.jsonl"], "test.jsonl": lines["gsm8k_heldout.jsonl"]}
         files = {name: "".join(rows[:6]).encode() for name, rows in splits.items()}
         hub.add("org/maths", files, kind="datasets")
-        done = run_script(
+        run_script(
             MODEL_ID="tiny", TASK="gsm8k", DATA="org/maths", EVAL_DATA="org/maths", REWARDS="gsm8k,mine:short=0.5",
             TOTAL_STEPS=2, PROMPTS_PER_STEP=2, NUM_GENERATIONS=2, EVAL_SAMPLES=2, EVAL_STEPS=1, LOG_PROMPTS=1,
             OUTPUT_DIR=tmp_path / "run", PYTHONPATH=tmp_path, **hub.environ(tmp_path / "home"),
         )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     metrics, completions = (read_csv(tmp_path / "run" / f"{name}.csv") for name in ("metrics", "completions"))
     own = ["reward/gsm8k", "reward/short"]
     assert list(metrics[0]) == [*METRICS, *own] and list(completions[0]) == [*COMPLETIONS, "prompt", *own]

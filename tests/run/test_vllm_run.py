@@ -11,23 +11,22 @@ import zipfile
 import pytest
 import torch
 from conftest import read_csv
-from machines import H100
-from runs import assert_same_run
-from stub_vllm import stub_engine
+from runs import SETTINGS, assert_same_run
+from stub_vllm import pretend_vllm, stub_engine
 
 import train_grpo
 from grpo.model.load import paged_tensors
-from grpo.plan.machine import installed_versions
 from grpo.rollout import paged_weights
 from grpo.rollout.weight_sync import write_adapter
 from grpo.run.durable import SCRATCH
 from grpo.run.folder import find_checkpoint
-from grpo.settings import FIELDS, ROOT
+from grpo.settings import FIELDS
 
 RUN = {
     "MODEL_ID": "tiny", "TEMPERATURE": "1", "USE_VLLM": "1", "TOTAL_STEPS": "4", "SAVE_STEPS": "1", "SEED": "5",
     "PROMPTS_PER_STEP": "3", "NUM_GENERATIONS": "4", "EVAL_SAMPLES": "0", "DATA": "data/tes_heldout_compact.csv",
     "LEARNING_RATE": "1e-2", "ATTN_IMPL": "eager", "EVAL_PROFILE": "",
+    "EVAL_DATA": SETTINGS["EVAL_DATA"],
     "LR_SCHEDULER": "constant",  # a run whose TOTAL_STEPS is raised stays the same
     "PARITY_LIMIT": 0.15,  # the stub computes in BF16, the run in float32
 }  # fmt: skip
@@ -40,7 +39,6 @@ class Run:
         self.monkeypatch, self.folder, self.stubs = monkeypatch, folder, []
 
     def __call__(self, prepare=lambda stub: None, **settings):
-        versions = installed_versions
         with self.monkeypatch.context() as patch:
             for name in set(os.environ) & set(FIELDS):
                 patch.delenv(name)
@@ -48,17 +46,13 @@ class Run:
             for name, value in (RUN | {"OUTPUT_DIR": str(self.folder)} | settings).items():
                 patch.setenv(name, str(value))
             patch.setattr(sys, "argv", ["train_grpo.py"])
-            patch.setattr("grpo.preflight.resolve.read_machine", lambda: H100)
-            patch.setattr("grpo.model.load.unseen_gpu", lambda machine: None)
-            with_vllm = lambda names: versions(names) | {"vllm": "0.26.0"}  # noqa: E731
-            patch.setattr("grpo.preflight.resolve.installed_versions", with_vllm)
 
             def start_engine(*arguments):
                 engine = stub_engine(*arguments, prepare)
                 self.stubs.append(engine.llm)
                 return engine
 
-            patch.setattr("grpo.rollout.engine.start_engine", start_engine)
+            pretend_vllm(patch, start_engine)
             return train_grpo.main([])
 
     def read(self, name):
@@ -120,11 +114,8 @@ def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
     assert_same_run(run.folder, whole.folder)
 
 
-def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny, monkeypatch):
+def test_a_run_with_the_native_adapter_and_an_evaluation(start, monkeypatch):
     """Before and after training with vLLM, the first without adapter; continued with the other weight sync."""
-    rows = (ROOT / RUN["DATA"]).read_text(encoding="utf-8").splitlines()[:4]
-    held_out = tmp_path / "held_out.csv"
-    held_out.write_text("\n".join(rows) + "\n", encoding="utf-8")
     run, folders = start(), []
 
     def watched(policy, folder, *rest):
@@ -133,7 +124,7 @@ def test_a_run_with_the_native_adapter_and_an_evaluation(start, tmp_path, tiny, 
 
     with monkeypatch.context() as patch:
         patch.setattr("grpo.rollout.engine.write_adapter", watched)
-        assert run(ROLLOUT_SYNC="lora", TEMPERATURE=1.5, TOTAL_STEPS=1, EVAL_SAMPLES=2, EVAL_DATA=held_out) == 0
+        assert run(ROLLOUT_SYNC="lora", TEMPERATURE=1.5, TOTAL_STEPS=1, EVAL_SAMPLES=2) == 0
     ((folder, mode),) = set(folders)
     assert mode == 0o700 and folder.name.startswith(f"{SCRATCH}{os.getpid()}-"), "which goes when its process ends"
     result = json.loads(run.read("evaluation.json"))
@@ -185,7 +176,7 @@ class Gone(paged_weights.PagedWeights):
 
 
 @pytest.mark.slow
-def test_nothing_reads_what_is_away(start, monkeypatch, tmp_path):
+def test_nothing_reads_what_is_away(start, monkeypatch):
     """With mismatch check, evaluations, checkpoints and a resume."""
     monkeypatch.setattr(paged_weights, "pinned_buffer", lambda size: torch.zeros(size, dtype=torch.uint8))
     plain, engines = stub_engine, []
@@ -200,10 +191,8 @@ def test_nothing_reads_what_is_away(start, monkeypatch, tmp_path):
         return engine
 
     monkeypatch.setattr(sys.modules[__name__], "stub_engine", paging)
-    held_out = tmp_path / "held_out.csv"
-    held_out.write_bytes(b"".join((ROOT / RUN["DATA"]).read_bytes().splitlines(keepends=True)[:4]))
     run = start()
     changes = {"LORA_TARGETS": "all-linear,1.experts", "BETA": 0.04, "EXPERTS": "paged"}
-    changes |= {"EVAL_SAMPLES": 2, "EVAL_STEPS": 1, "EVAL_DATA": held_out}
+    changes |= {"EVAL_SAMPLES": 2, "EVAL_STEPS": 1}
     for steps in (2, 3):
         assert run(**changes, TOTAL_STEPS=steps) == 0 and engines.pop().pages.places

@@ -76,11 +76,6 @@ def test_rules_do_what_they_say():
     assert output_kw[dirty].mean() < 0.5 * output_kw[~dirty].mean()
 
 
-def test_an_unreadable_answer_takes_the_safe_action():
-    trace = closed_loop(WINDOWS[:2], replay([[None] * 30, [0, None] * 15]))
-    assert trace.actions.tolist() == [[3] * 30, [0, 3] * 15] and trace.unserved_kwh[0].max() == 0
-
-
 @pytest.mark.parametrize("kind", ("full", "compact"))
 def test_prompts_are_those_of_the_dataset(kind, tiny, tmp_path):
     """Driven by the optimum, the loop passes through the rows of a trajectory without exploration: the same prompts,

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import CLEAN, ROOT, read_csv, write_csv
+from conftest import ROOT, read_csv, run_python, write_csv
 
 FIGURE = {"title": "Distance", "unit": "steps", "meaning": "How far from ten.", "words": "distance of {:.1f}"}
 TASK = {
@@ -80,14 +78,10 @@ def counters(tmp_path_factory):
     write_csv(project / "rows.csv", ["user", "reward_action_0", "reward_action_1"], rows)
     (project / "starts.txt").write_text("3\n5\n")
     settings = {
-        "MODEL_ID": "tiny", "TASK": "counter", "OUTPUT_DIR": "run", "TOTAL_STEPS": "2", "PROMPTS_PER_STEP": "2",
-        "NUM_GENERATIONS": "2", "EVAL_STEPS": "1", "EVAL_SAMPLES": "1",
+        "MODEL_ID": "tiny", "TASK": "counter", "OUTPUT_DIR": "run", "TOTAL_STEPS": 2, "PROMPTS_PER_STEP": 2,
+        "NUM_GENERATIONS": 2, "EVAL_STEPS": 1, "EVAL_SAMPLES": 1,
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "train_grpo.py"], env=CLEAN | settings, cwd=project, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return project, done.stdout
+    return project, run_python("train_grpo.py", cwd=project, **settings).stdout
 
 
 def test_a_run_of_a_new_task_is_simulated_measured_and_reported(counters):
@@ -112,9 +106,7 @@ def test_a_run_of_a_new_task_is_simulated_measured_and_reported(counters):
 
 def test_the_command_asks_the_run_s_own_simulator(counters):
     project, _ = counters
-    command = [sys.executable, "scripts/evaluate.py", "run", "--out", "by_hand.json"]
-    done = subprocess.run(command, env=CLEAN, cwd=project, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("scripts/evaluate.py", "run", "--out", "by_hand.json", cwd=project)
     assert "2 counters" in done.stdout and "Counters end at" in done.stdout
     totals = json.loads((project / "by_hand.json").read_text())["totals"]
     assert totals["trained"] == json.loads((project / "run/closed_loop.json").read_text())["totals"]["trained"]

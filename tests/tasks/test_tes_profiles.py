@@ -6,14 +6,11 @@ from __future__ import annotations
 from datetime import date, datetime, timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
-from conftest import ROOT
 
 from grpo.settings import InputError
-from grpo.tasks.tes.dataset import HELDOUT_STREAM, SEED, synthetic_windows
 from grpo.tasks.tes.plant import HOURS
-from grpo.tasks.tes.profiles import HELDOUT_START, Profile, cut_windows, read_profile, synthetic_profile
+from grpo.tasks.tes.profiles import Profile, cut_windows, read_profile, synthetic_profile
 
 
 def profile_rows(days: int = 4, hours: range = range(24)) -> list[list[str]]:
@@ -116,14 +113,6 @@ def test_encodings(tmp_path: Path) -> None:
         path.write_bytes(raw)
         with pytest.raises(InputError, match=f"mine.csv.*{reason}"):
             read_profile(path)
-
-
-def test_heldout_profile_reads_back() -> None:
-    cut = cut_windows(read_profile(ROOT / "data" / "profile_heldout.csv"))
-    drawn = synthetic_windows(SEED, HELDOUT_STREAM, 5, HELDOUT_START)
-    for window, (expected, _) in zip(cut, drawn, strict=True):
-        assert window.dates == expected.dates
-        assert np.array_equal(window.co2, expected.co2) and np.array_equal(window.load_kw, expected.load_kw)
 
 
 def test_windows_share_the_next_day_and_never_span_a_gap() -> None:

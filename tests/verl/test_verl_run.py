@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import re
+import shutil
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from chat_models import make_chat_model
 from conftest import CLEAN, ROOT
 from pyarrow import parquet
 
 from grpo.model.load import load_tokenizer
+from grpo.plan.hub import TINY_PATH
 from grpo.verl.answers import Answers, prompt_and_answer
 from grpo.verl.rows import read_input, write_data
 
@@ -25,6 +28,23 @@ SPEC = importlib.util.spec_from_file_location("verl_run", ROOT / "scripts" / "ve
 script = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(script)
 CONFIGS = ROOT / "scripts" / "verl"
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def make_chat_model(parent: Path, harmony: bool = False) -> Path:
+    """The files of a model without weights that answers in Harmony's channels, or of a plain one."""
+    folder = parent / ("harmony" if harmony else "plain")
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY_PATH / name, folder)
+    if not harmony:
+        (folder / "chat_template.jinja").write_text(PLAIN)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "model.safetensors").touch()
+    return folder
 
 
 @pytest.fixture
