@@ -31,7 +31,7 @@ from grpo.model.warmup import Log, figures, write_warmed_up
 from grpo.model.warmup_rows import ACTIONS
 from grpo.plan.hub import TINY_PATH, count_parameters
 from grpo.plan.machine import read_machine
-from grpo.run.child import run_child
+from grpo.run.child import delaying_signals, run_child
 from grpo.run.folder import complete_steps
 from grpo.settings import parse_value
 from grpo.tasks.tes.dataset import file_name
@@ -55,6 +55,7 @@ plan_best_base plan_best_trained | share | of held-out chains
 reward_chain_base_answer_base reward_chain_trained_answer_base | reward | expected, the base model's answers
 reward_chain_base_answer_trained reward_chain_trained_answer_trained | reward | expected, the trained model's answers
 """
+TRAIN, CHAINS = "train.json", "chains.json"  # The run's command and seconds, and what its chains are worth, in OUT.
 
 
 def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
@@ -112,20 +113,19 @@ def command_line(settings: dict[str, str]) -> str:
 
 
 def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
-    """Runs train_grpo.py on OUT/model; returns its exit code. Its command and seconds are kept in OUT/train.json."""
+    """Runs train_grpo.py on OUT/model; returns its exit code. Its command and seconds are kept in OUT."""
     if not (options.out / "model" / "config.json").is_file():
         raise ModelError(f"{options.out / 'model'} is missing: run --stage make first")
     settings = run_settings(options, scale)
     log(command_line(settings))
+    (options.out / CHAINS).unlink(missing_ok=True)  # They are those of an earlier run.
     started = time.perf_counter()
     code = run_child([sys.executable, str(record.TRAIN_SCRIPT)], settings)
     seconds = time.perf_counter() - started
     shown = {name: value.replace(f"{options.out}/", "OUT/") for name, value in settings.items()}
-    checkpoint.write_json(options.out / "train.json", {"command": command_line(shown), "seconds": round(seconds, 1)})
+    with delaying_signals():  # A complete run is not repeated, so its command would be lost.
+        checkpoint.write_json(options.out / TRAIN, {"command": command_line(shown), "seconds": round(seconds, 1)})
     log(f"train_grpo.py ended with exit code {code} after {seconds:.0f} s")
-    if code == 0 and scale.recipe.follow is not None:  # Measured on the run's machine: `collect` may run elsewhere.
-        figures = chain_figures(Path(settings["OUTPUT_DIR"]), Path(settings["EVAL_DATA"]))
-        checkpoint.write_json(options.out / "chains.json", figures)
     return code
 
 
@@ -173,7 +173,7 @@ def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:
 
 def run_figures(out: Path) -> list[Figure]:
     """Figures of the warm-up and of the run's own files, where these exist."""
-    values: record.Json = {"train_s": read_json(out / "train.json").get("seconds")}
+    values: record.Json = {"train_s": read_json(out / TRAIN).get("seconds")}
     if warmup := read_json(out / "model" / "warmup.json"):
         stages = {**warmup["stages"], "loaded": warmup["loaded"]}
         values |= {f"warmup_reward_{name}": stage["reward"] for name, stage in stages.items()}
@@ -201,13 +201,13 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     else:
         log(f"NOTE: {run / 'closed_loop.json'} lacks the base or the trained model: the closed loop is not collected")
     command = f"python scripts/prove.py --scale {options.scale} --out OUT" + (" --reason" if options.reason else "")
-    if ran := read_json(options.out / "train.json").get("command"):
+    if ran := read_json(options.out / TRAIN).get("command"):
         command += f", which ran: {ran}"
     # The figures may be collected elsewhere, but machine and versions are those of the run.
     facts, more = read_json(run / "settings.json").get("machine"), {}
     if facts:
         more = {"machine": record.machine_words(facts), "versions": read_json(run / "versions.json")}
-    results += run_figures(options.out) + record.tabled(CHAIN_FIGURES, read_json(options.out / "chains.json"))
+    results += run_figures(options.out) + record.tabled(CHAIN_FIGURES, read_json(options.out / CHAINS))
     record.write(options.results, results, command, more)
     if (run / "report.html").is_file():
         shutil.copyfile(run / "report.html", options.results.with_name(options.report_name))
@@ -230,6 +230,10 @@ def prove(options: argparse.Namespace, scale: Scale) -> int:
         trained = complete_steps(options.out / "run") > 0 and not is_stale(options.out)
         if is_wanted("train", trained) and (code := train(options, scale, log)):
             return code
+        # Measured on the run's machine: `collect` may run elsewhere.
+        if scale.recipe.follow is not None and is_wanted("train", (options.out / CHAINS).is_file()):
+            heldout = Path(run_settings(options, scale)["EVAL_DATA"])
+            checkpoint.write_json(options.out / CHAINS, chain_figures(options.out / "run", heldout))
         return collect(options, log) if options.stage in ("collect", "all") else 0
     except (ModelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

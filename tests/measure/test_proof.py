@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,6 +149,27 @@ def test_chains_are_counted_and_every_answer_is_asked_behind_every_chain(monkeyp
             "trained_answer_trained": 0.35,  # action 1 of both rows
         }
     )
+
+
+def test_an_interrupt_after_the_run_loses_neither_its_command_nor_its_chains(tmp_path, monkeypatch):
+    """A complete run is not repeated."""
+    options, scale = prove.parse_args(["--out", str(tmp_path), "--stage", "train"]), reasoning(SCALES["small"])
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    monkeypatch.setattr(proof, "run_child", lambda *arguments: 0)
+    monkeypatch.setattr(proof, "chain_figures", lambda run, heldout: {"plan_best_base": heldout.name})
+
+    def write_json(path, value, original=proof.checkpoint.write_json):
+        os.kill(os.getpid(), signal.SIGINT)
+        original(path, value)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(proof.checkpoint, "write_json", write_json)
+        proof.prove(options, scale)
+    assert "LORA_R=8" in json.loads((tmp_path / proof.TRAIN).read_text())["command"]
+    monkeypatch.setattr(proof, "complete_steps", lambda run: 4)
+    assert proof.prove(options, scale) == 0
+    assert json.loads((tmp_path / proof.CHAINS).read_text()) == {"plan_best_base": "tes_heldout_compact.csv"}
 
 
 @pytest.mark.slow
