@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date, timedelta
@@ -17,7 +16,7 @@ from tokenizers import Tokenizer
 
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.model.gptoss_format import ModelError
-from grpo.run.child import delaying_signals, end_with_parent
+from grpo.run.child import begin_worker, delaying_signals
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import HOURS, low_co2
 from grpo.tasks.tes.profiles import TRAIN_START
@@ -108,8 +107,7 @@ def make_rows(
 ) -> tuple[list[WarmupRow], list[WarmupRow]]:
     """(rows to learn from, rows to measure on), made from so many windows each on all cores, in 40 ms a window."""
     jobs = [(WARMUP_SEED + n, min(50, windows - n), kind, most_factor) for n in range(0, windows, 50)]
-    processes = min(16, os.cpu_count() or 1)
-    with ProcessPoolExecutor(processes, initializer=end_with_parent, initargs=(signal.SIGKILL,)) as pool:
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), initializer=begin_worker) as pool:
         with delaying_signals():  # An interrupt between two starts would leave a process that waits for ever.
             results = pool.map(warmup_rows, [*jobs, (PROBE_SEED, probe_windows, kind, most_factor)])
         *parts, probe = results

@@ -59,13 +59,24 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 
 @contextlib.contextmanager
 def delaying_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP that arrive inside the block are delivered at its end. Processes that it starts never
-    receive them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    """SIGINT, SIGTERM and SIGHUP that the main thread, which must enter the block, receives inside it take effect at
+    its end. Blocking them by a mask would not do: another thread of torch's would receive them."""
+    received: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in SIGNALS}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for late in received:
+            signal.raise_signal(late)
+
+
+def begin_worker() -> None:
+    """In a process of a pool: it ends with its parent, and by SIGTERM without a word; Ctrl-C is the parent's matter."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
 
 
 def run_child(

@@ -46,7 +46,7 @@ def start_and_strike(process):
     begun.append(process)
     if len(begun) == 2:
         time.sleep(3 * (sys.argv[1] == "SIGKILL"))  # Both ask for their end with the parent, on a busy machine too.
-        os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+        os.kill(begun[0].pid if sys.argv[2] == "worker" else os.getpid(), signal.Signals[sys.argv[1]])
         time.sleep(0.01)
 
 multiprocessing.process.BaseProcess.start = start_and_strike
@@ -55,16 +55,19 @@ sys.exit(run_script(lambda: len(make_rows("compact", 100, 1, 1.0)[1])))
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
-def test_no_process_outlives_the_one_that_makes_rows(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "target", "code"),
+    [("SIGINT", "self", 130), ("SIGTERM", "self", 143), ("SIGKILL", "self", -9), ("SIGKILL", "worker", 1)],
+)
+def test_no_process_outlives_the_one_that_makes_rows(name, target, code, tmp_path):
     """An interrupt between the starts of two processes left one that waited for ever, and a kill left all."""
-    command = [sys.executable, "-c", INTERRUPTED, name]
+    command = [sys.executable, "-c", INTERRUPTED, name, target]
     environ = CLEAN | {"PYTHONPATH": str(ROOT)}
     errors = tmp_path / "errors"
     with errors.open("w") as file:
         process = subprocess.Popen(command, env=environ, stderr=file, start_new_session=True)
-    number = signal.Signals[name]
-    assert process.wait(60) in (-number, 128 + number) and "Traceback" not in errors.read_text()
+    assert process.wait(60) == code
+    assert ("Traceback" in errors.read_text()) == (target == "worker")
     deadline = time.monotonic() + 20
     try:
         while time.monotonic() < deadline:
