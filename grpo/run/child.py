@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, MappingProxyType
 from typing import IO
 
@@ -20,6 +20,21 @@ _libc = ctypes.CDLL(None)
 _children: set[subprocess.Popen[bytes]] = set()
 _received: list[int] = []  # signals since `forwarding_signals` began
 _forwarding = False
+
+
+@contextlib.contextmanager
+def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside the block `handler` answers SIGINT, SIGTERM and SIGHUP, unless they are ignored: `nohup` ignores SIGHUP,
+    and its children do as well. Only the main thread can enter it."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, previous in handlers.items():
+        if previous != signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in handlers.items():
+            signal.signal(number, previous)
 
 
 @contextlib.contextmanager
@@ -37,16 +52,11 @@ def forwarding_signals() -> Iterator[None]:
         for child in list(_children):
             child.send_signal(number)
 
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     _forwarding = True
-    for number, handler in handlers.items():
-        if handler != signal.SIG_IGN:  # `nohup` ignores SIGHUP, and its children ignore it as well.
-            signal.signal(number, forward)
     try:
-        yield
+        with handling_signals(forward):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         _received.clear()
         _forwarding = False
 
@@ -62,14 +72,12 @@ def delaying_signals() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP that the main thread, which must enter the block, receives inside it take effect at
     its end. Blocking them by a mask would not do: another thread of torch's would receive them."""
     received: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in SIGNALS}
     try:
-        yield
+        with handling_signals(lambda number, frame: received.append(number)):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for late in received:
-            signal.raise_signal(late)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def begin_worker() -> None:
