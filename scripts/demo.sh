@@ -3,6 +3,11 @@
 #   bash scripts/demo.sh              some three minutes on two CPU cores, after the install
 #   SEED=2 bash scripts/demo.sh       settings pass through (docs/settings.md)
 set -euo pipefail
+case "${1:-}" in
+    "") ;;
+    --help | -h) sed -n '2,4s/^# //p' "$0" && exit 0 ;;
+    *) echo "demo: it takes no arguments; settings are environment variables (docs/settings.md)" >&2 && exit 2 ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # A GPU environment is left alone: the demo is the CPU path.

@@ -72,6 +72,13 @@ def test_install_files_name_no_host_or_local_path_and_scripts_are_strict(name):
         assert "set -euo pipefail" in text.splitlines()
 
 
+@pytest.mark.parametrize("name", ["demo", "setup", "test"])
+def test_help_starts_nothing(name):
+    command = ["bash", f"{ROOT}/scripts/{name}.sh", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0 and f"bash scripts/{name}.sh" in done.stdout
+
+
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
     """Runs setup.sh in a folder of its own, with `commands` first on its PATH; a setting of None is left out."""
