@@ -191,10 +191,11 @@ def test_experts_in_parts_are_those_of_a_whole_layer_bit_by_bit(tiny, monkeypatc
 
     monkeypatch.setattr(experts, "dequantize_mxfp4", counted)
     g = torch.Generator().manual_seed(0)
-    states = torch.randn(20, 64, generator=g).bfloat16().requires_grad_()
     used = torch.tensor([0, 1, 3])  # of 4 experts
     index = torch.stack([used[torch.randperm(3, generator=g)[:2]] for _ in range(20)])
-    weights = torch.rand(20, 2, generator=g).softmax(-1).bfloat16()
+    inputs = torch.randn(20, 64, generator=g).bfloat16(), index, torch.rand(20, 2, generator=g).softmax(-1).bfloat16()
+    states, index, weights = (tensor.to(module.gate_up_proj_bias.device) for tensor in inputs)  # A GPU if there is one.
+    states.requires_grad_()
 
     def learned(parts):
         module.parts, module.dequantize_again = parts, parts > 1
