@@ -29,9 +29,12 @@ from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine, Generated
 from grpo.run.child import run_child
 
-# What `--kernels` adds to vLLM's arguments. Older cards compute attention in Triton, and with a native adapter the
-# experts by Marlin, which vLLM then chooses by itself.
-KERNELS: dict[str, dict[str, str]] = {"own": {}, "older-cards": {"attention_backend": "TRITON_ATTN"}}
+# What `--kernels` adds to vLLM's arguments. On cards before Hopper vLLM computes attention in Triton, because of the
+# sinks, and the experts by Marlin.
+KERNELS: dict[str, dict[str, str]] = {
+    "own": {},
+    "older-cards": {"attention_backend": "TRITON_ATTN", "moe_backend": "marlin"},
+}
 SUM_PARTS = 32  # in which `bit_sums` adds up a tensor
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 RUN = """
