@@ -27,6 +27,17 @@ KEY_SETTINGS = (
 )  # fmt: skip
 
 
+HEADLINE = (
+    "On an H200, with random weights, 12 x 8 completions of 512 tokens take {step} s and {memory} GiB a step, "
+    "{four_steps} s with `STEPS_PER_GENERATION=4`, and {small_step} s and {small_memory} GiB with 22 free "
+    "([figures](docs/learner.md#experts))."
+)
+JAPANESE_HEADLINE = """1 枚の H200 とランダムな重みでは、12 プロンプト × 8 応答（各 512 トークン）の 1 ステップは \
+{step} 秒、{memory} GiB です。
+`STEPS_PER_GENERATION=4` では {four_steps} 秒です。
+空きメモリが 22 GiB だけの場合は、{small_step} 秒、{small_memory} GiB です（[測定結果](learner.md#experts)）。"""
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table; `|` inside a cell is escaped."""
     lines = [header, ["---"] * len(header), *rows]
@@ -55,16 +66,20 @@ def recorded_values(name: str) -> dict[str, float]:
     return {figure["name"]: figure["value"] for figure in record["figures"]}
 
 
-def headline() -> str:
-    """The README's sentence about speed and memory."""
-    values = recorded_values("shared-h200.json") | recorded_values("shared-kept-h200.json")
-    text = f"""On an H200, with random weights, 12 x 8 completions of 512 tokens take
-        {values["shared_kept_step_s"]:.1f} s and {values["shared_kept_job_peak_gib"]:.0f} GiB a step,
-        {values["shared_step_s"]:.1f} s and {values["shared_job_peak_gib"]:.0f} GiB with
-        `GRADIENT_CHECKPOINTING=1`, {values["shared_22_step_s"]:.1f} s and
-        {values["shared_22_job_peak_gib"]:.0f} GiB with 22 free ([figures](docs/learner.md#experts))."""
-    text = " ".join(text.split())
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+def headline(template: str) -> str:
+    """The sentence about speed and memory in a README, from its lines with names of figures in braces."""
+    whole, steps, small = (
+        recorded_values(f"{name}-h200.json") for name in ("experts-shared", "steps-per-generation", "experts-shared-22")
+    )
+    text = template.format(
+        step=f"{whole['step_s']:.1f}",
+        memory=f"{whole['job_peak_gib']:.0f}",
+        four_steps=f"{steps['step_s']:.1f}",
+        small_step=f"{small['step_s']:.1f}",
+        small_memory=f"{small['job_peak_gib']:.0f}",
+    )
+    lines = (textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
+    return "\n".join(lines)
 
 
 def key_settings() -> str:
@@ -75,7 +90,8 @@ def key_settings() -> str:
 
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"measured": headline, "key settings": key_settings},
+    "README.md": {"measured": functools.partial(headline, HEADLINE), "key settings": key_settings},
+    "docs/README.ja.md": {"measured": functools.partial(headline, JAPANESE_HEADLINE)},
     "docs/settings.md": {"settings": settings_tables},
     "docs/metrics.md": {
         "metrics.csv": functools.partial(columns_table, METRICS),
