@@ -13,13 +13,17 @@ import argparse
 import functools
 import json
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.plan.hub import REAL_CONFIG
+from grpo.plan.machine import Machine
+from grpo.plan.memory import PlanInputs, plan_memory
+from grpo.preflight.resolve import resolve_checkpointing, resolve_experts
 from grpo.run.logs import COMPLETIONS, METRICS
-from grpo.settings import MAY_CHANGE, ROOT, reflow, setting_rows
+from grpo.settings import MAY_CHANGE, ROOT, Settings, reflow, setting_rows
 
 # The settings to choose for a first real run, besides DATA and OUTPUT_DIR, which stand in the README's commands.
 KEY_SETTINGS = (
@@ -27,15 +31,16 @@ KEY_SETTINGS = (
 )  # fmt: skip
 
 
-HEADLINE = (
-    "On an H200, with random weights, 12 x 8 completions of 512 tokens take {step} s and {memory} GiB a step, "
-    "{four_steps} s with `STEPS_PER_GENERATION=4`, and {small_step} s and {small_memory} GiB with 22 free "
-    "([figures](docs/learner.md#experts))."
+PROMPT_TOKENS = 940  # of the longest TES prompt
+# Name, compute capability, GiB that are free, and a result of 12 x 8 completions of 512 tokens, if there is one.
+CARDS = (
+    ("RTX 4090, A10 (24 GB)", 8.9, 23.0, ""),
+    ("L40S, A6000 (48 GB)", 8.9, 46.0, ""),
+    ("A100 of 80 GB", 8.0, 78.6, ""),
+    ("Hopper with 22 GiB free", 9.0, 22.0, "experts-shared-22-h200.json"),
+    ("H100 of 80 GB, GH200", 9.0, 78.6, ""),
+    ("H200", 9.0, 139.8, "experts-shared-h200.json"),
 )
-JAPANESE_HEADLINE = """1 枚の H200 とランダムな重みでは、12 プロンプト × 8 応答（各 512 トークン）の 1 ステップは \
-{step} 秒、{memory} GiB です。
-`STEPS_PER_GENERATION=4` では {four_steps} 秒です。
-空きメモリが 22 GiB だけの場合は、{small_step} 秒、{small_memory} GiB です（[測定結果](learner.md#experts)）。"""
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -66,20 +71,25 @@ def recorded_values(name: str) -> dict[str, float]:
     return {figure["name"]: figure["value"] for figure in record["figures"]}
 
 
-def headline(template: str) -> str:
-    """The sentence about speed and memory in a README, from its lines with names of figures in braces."""
-    whole, steps, small = (
-        recorded_values(f"{name}-h200.json") for name in ("experts-shared", "steps-per-generation", "experts-shared-22")
+def fitting_cards() -> str:
+    """The README's table of cards: what the plan chooses and needs there, and what was measured."""
+    rows = []
+    for card, capability, free, measured in CARDS:
+        machine = Machine(card, 1, free, free, 64.0, 16, "x86_64", capability)
+        cells = [card]
+        for length in (512, Settings.MAX_COMPLETION_LEN):
+            settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=length)
+            inputs = PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
+            settings = replace(settings, EXPERTS=resolve_experts(settings, inputs)[0])
+            settings = replace(settings, GRADIENT_CHECKPOINTING=resolve_checkpointing(settings, inputs)[0])
+            cells.append(f"{plan_memory(settings, inputs).peak:.0f} GiB, `{settings.EXPERTS}`")
+        if measured:
+            values = recorded_values(measured)
+            cells.append(f"{values['step_s']:.1f} s, {values['job_peak_gib']:.0f} GiB")
+        rows.append(cells + [""] * (4 - len(cells)))
+    return table(
+        ["Card", "512 tokens, planned", f"{Settings.MAX_COMPLETION_LEN:,} tokens, planned", "512, measured"], rows
     )
-    text = template.format(
-        step=f"{whole['step_s']:.1f}",
-        memory=f"{whole['job_peak_gib']:.0f}",
-        four_steps=f"{steps['step_s']:.1f}",
-        small_step=f"{small['step_s']:.1f}",
-        small_memory=f"{small['job_peak_gib']:.0f}",
-    )
-    lines = (textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
-    return "\n".join(lines)
 
 
 def key_settings() -> str:
@@ -90,8 +100,10 @@ def key_settings() -> str:
 
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"measured": functools.partial(headline, HEADLINE), "key settings": key_settings},
-    "docs/README.ja.md": {"measured": functools.partial(headline, JAPANESE_HEADLINE)},
+    "README.md": {
+        "cards": fitting_cards,
+        "key settings": key_settings,
+    },
     "docs/settings.md": {"settings": settings_tables},
     "docs/metrics.md": {
         "metrics.csv": functools.partial(columns_table, METRICS),
