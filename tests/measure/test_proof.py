@@ -99,7 +99,7 @@ def test_the_settings_of_a_scale_are_read_and_those_of_the_command_line_win(name
     assert direct["USE_VLLM"] == "auto", "nothing is generated, and setting it is refused"
 
 
-def test_a_scale_that_reasons_differs_in_its_chain_alone():
+def test_a_scale_that_reasons_has_a_chain_and_learns_more_slowly():
     plain = SCALES["mid"]
     scale = reasoning(plain)
     settings, _, problems = load_settings(run_settings(prove.parse_args(["--out", "x", "--reason"]), scale))
@@ -107,7 +107,9 @@ def test_a_scale_that_reasons_differs_in_its_chain_alone():
     assert dataclasses.replace(scale.recipe, follow=None) == plain.recipe
     assert reasoning(SCALES["small"]).recipe.distances == ((1, 2, 3, 7), (0,))
     changed = {name for name, value in scale.settings.items() if plain.settings.get(name) != value}
-    assert changed == {"MAX_COMPLETION_LEN", "EVAL_EXACT"} and scale.train_windows == plain.train_windows
+    slower = settings.PROMPTS_PER_STEP, settings.LEARNING_RATE, settings.WARMUP_STEPS
+    assert slower == (64, 3.5e-4, 10) and scale.train_windows == plain.train_windows
+    assert changed == {"MAX_COMPLETION_LEN", "EVAL_EXACT", "PROMPTS_PER_STEP", "LEARNING_RATE", "WARMUP_STEPS"}
 
 
 PROMPT = "hour 8 store 16 load 45 co2 36 next 41"
