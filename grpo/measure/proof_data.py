@@ -64,7 +64,8 @@ PLAN_BACK = 7  # tokens from the plan to the position that predicts the answer's
 def reasoning(scale: Scale) -> Scale:
     """The scale with a short chain of reasoning before every answer. A head of the first layer looks back at the plan:
     without such a head, answers of the toy model did not follow plans after 700 steps. The run has twice the prompts,
-    half the rate and a slow start: as without a chain, the toy's answers became the same for all prompts."""
+    half the rate and a slow start: with the settings of a run without chains the toy soon gave all prompts one answer.
+    """
     first, *others = scale.recipe.distances
     if PLAN_BACK not in first:
         first = (*first[:-1], PLAN_BACK)
