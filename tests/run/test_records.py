@@ -82,7 +82,7 @@ def read_everything(run_settings, folder):
         facts(run), settings_rows(run), choices_rows(run), run.evaluated_steps()
 
 
-@settings(deadline=None, max_examples=int(os.environ.get("RECORD_VARIANTS", "60")))
+@settings(deadline=None, max_examples=int(os.environ.get("RECORD_VARIANTS", "100")))
 @given(st.sampled_from(NAMES), st.data())
 def test_any_value_in_a_record_is_answered(folder, name, data):
     run_settings, folder = folder
