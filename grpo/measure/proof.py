@@ -144,7 +144,8 @@ def chain_figures(run: Path, heldout: Path) -> record.Json:
         completions = model.tokenizer.batch_decode(model.complete(prompts, base=name == "base"))
         chains[name] = [text.partition(ANSWER_BEFORE)[0] for text in completions]
         pairs = zip(chains[name], rewards, strict=True)
-        is_best = [f"action {reward.argmax()}<|end|>" in chain for chain, reward in pairs]
+        # Only the number that ends a chain is its plan: trained chains may lack the word before it.
+        is_best = [f" {reward.argmax()}<|end|>" in chain for chain, reward in pairs]
         figures[f"plan_best_{name}"] = float(np.mean(is_best))
     for chain, answer in itertools.product(chains, chains):
         opened = [prompt + text for prompt, text in zip(prompts, chains[chain], strict=True)]

@@ -127,13 +127,15 @@ class KnownModel:
 
     def complete(self, prompts: list[str], base: bool) -> list[str]:
         plan = 0 if base else 1
-        texts = [CHAIN.format(16, 45, 36, 41, plan) + f"<|channel|>final<|message|>[{plan}]<|return|>" for _ in prompts]
+        chain = CHAIN.format(16, 45, 36, 41, plan)
+        chain = chain if base else chain.replace("action", "a 3")  # Training may change the words around the plan.
+        texts = [f"{chain}<|channel|>final<|message|>[{plan}]<|return|>" for _ in prompts]
         return [texts[0], "<|channel|>final<|message|>[3]<|return|>"] if base else texts
 
     def probabilities(self, prompts: list[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
         assert all(prompt.startswith(row.prompt) for prompt, row in zip(prompts, ROWS, strict=True))
         assert not any("final" in prompt for prompt in prompts), "the answer is asked for"
-        obeyed = [[float(f"action {k}<|end|>" in prompt) for k in range(actions)] for prompt in prompts]
+        obeyed = [[float(f" {k}<|end|>" in prompt) for k in range(actions)] for prompt in prompts]
         return np.full((len(prompts), actions), 0.25) if base else np.array(obeyed)
 
 
