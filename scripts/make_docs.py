@@ -100,10 +100,7 @@ def key_settings() -> str:
 
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {
-        "cards": fitting_cards,
-        "key settings": key_settings,
-    },
+    "README.md": {"cards": fitting_cards, "key settings": key_settings},
     "docs/settings.md": {"settings": settings_tables},
     "docs/metrics.md": {
         "metrics.csv": functools.partial(columns_table, METRICS),
