@@ -144,9 +144,13 @@ def test_gpt_oss_120b_takes_what_the_documentation_says():
 
 
 WHOLE_H200 = 139.8
+KEPT_BY_24 = {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False, "MICRO_BATCH": 24}
 # The constants of the plan were chosen with these rows in view, so their agreement is no independent proof.
 RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tokens; how far off the plan may be.
     ("shared-h200", "shared_job_peak_gib", WHOLE_H200, {"EXPERTS": "shared"}, 0.05),
+    ("shared-h200", "bf16_job_peak_gib", WHOLE_H200, {"EXPERTS": "bf16"}, 0.05),
+    ("shared-kept-h200", "shared_kept_job_peak_gib", WHOLE_H200, KEPT_BY_24, 0.05),
+    ("shared-kept-h200", "paged_22_job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
     ("experts-bf16-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "bf16"}, 0.05),
     ("experts-shared-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False}, 0.05),
     ("experts-shared-22-h200", "job_peak_gib", 22.0, {"EXPERTS": "shared"}, 0.05),
