@@ -24,6 +24,7 @@ from grpo.run.child import run_child
 from grpo.run.ranks import Ranks
 
 GROUP, LARGE = 8, 4  # completions of a prompt; the large step's prompts, in multiples of one GPU's
+WATCH_SECONDS = 0.5  # Between two looks at the host's memory.
 
 
 def sums_path(options: argparse.Namespace) -> Path:
@@ -61,7 +62,7 @@ def host_memory() -> Iterator[Json]:
     before, done, values = psutil.virtual_memory().available, threading.Event(), {"host_gib": 0.0}
 
     def watch() -> None:
-        while not done.wait(0.5):
+        while not done.wait(WATCH_SECONDS):
             used = (before - psutil.virtual_memory().available) / GIB
             values["host_gib"] = max(values["host_gib"], used)
 
