@@ -14,9 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peft import PeftModel
 
-from grpo.learn.trainer import Trainer
 from grpo.measure.record import NOISE, Json, commit, read_json, split_settings
 from grpo.plan.machine import GIB
 from grpo.settings import parse_value
@@ -46,14 +44,6 @@ def run_settings(options: argparse.Namespace, settings: Mapping[str, str | int])
     if parse_value("DIRECT_ANSWERS", str(settings.get("DIRECT_ANSWERS", 0))):
         common |= DIRECT
     return {name: str(value) for name, value in {**common, **paths, **settings}.items()}
-
-
-def policy_of(trainer: Trainer) -> PeftModel:
-    """The trainer's model with its adapter, without accelerate's wrapper."""
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    if not isinstance(policy, PeftModel):
-        raise TypeError(f"the trainer's model is a {type(policy).__name__}, not a PeftModel")
-    return policy
 
 
 def free_gib() -> float:
