@@ -19,14 +19,18 @@ from grpo.plan.targets import EXPERT_PARAMETERS
 RANK_MULTIPLE = 8  # grouped products need rows of 16 bytes, so the rank is padded with zeros
 
 
-def lora_factors(layer: torch.nn.Module) -> tuple[Tensor, Tensor]:
-    """(A, scale * B) of an adapted layer in float32: (E, r, in) and (E, out, r), with E = 1 for a linear layer. For
-    experts PEFT stores them as lora_A (E * r, in) and lora_B (out, r * E)."""
+def stored_factors(layer: torch.nn.Module, active: bool = True) -> tuple[Tensor, Tensor]:
+    """(A, scale * B) of an adapted layer in float32, as PEFT stores them: (r, in) and (out, r), for experts (E * r, in)
+    and (out, r * E). B is zero where the adapter is not `active`."""
     assert isinstance(layer, LoraLayer)
-    count = int(layer.num_experts) if isinstance(layer, ParamWrapper) else 1
     a, b = (layer.get_parameter(f"lora_{name}.default.weight").float() for name in "AB")
-    b = b.reshape(len(b), -1, count).permute(2, 0, 1)
-    return a.reshape(count, -1, a.shape[-1]), b * layer.scaling["default"]
+    return a, b * (layer.scaling["default"] if active else 0.0)
+
+
+def lora_factors(layer: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    """`stored_factors` by expert: (E, r, in) and (E, out, r), with E = 1 for a linear layer."""
+    (a, b), count = stored_factors(layer), int(layer.num_experts) if isinstance(layer, ParamWrapper) else 1
+    return a.reshape(count, -1, a.shape[-1]), b.reshape(len(b), -1, count).permute(2, 0, 1)
 
 
 def weight_norm(layer: torch.nn.Module) -> Tensor:
