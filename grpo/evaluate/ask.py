@@ -63,10 +63,8 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
     s = dataclasses.replace(s, EVAL_TEMPERATURE=options.temperature)
     model = start_model(s, files, options.adapter, read_machine(), use_vllm=False)
     ids = model.complete([row.prompt for row in rows], base=options.base)
-    answers, padding = [], str(model.tokenizer.pad_token)
+    answers = []
     for row, text in zip(rows, model.tokenizer.batch_decode(ids), strict=True):
-        while text.endswith(padding):
-            text = text.removesuffix(padding)
         actions = sum(REWARD_COLUMN.fullmatch(name) is not None for name in row.columns)
         action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
         answers.append(row.columns | dict(zip(ANSWER_COLUMNS, (action, text), strict=True)))
