@@ -195,12 +195,13 @@ def figures(model: GptOssForCausalLM, rows: WarmupTensors, limit: int | None = N
     """The expected figures of sampling at temperature 1 on up to `limit` rows, computed from the probabilities of the
     four answers.
 
-    ``parse_rate`` is the probability of an answer ``[k]`` in the final channel; ``reward`` the mean reward, where an
-    unparseable answer counts 0; ``greedy`` that of the likeliest action; ``random``, ``best_constant`` and ``oracle``
+    `parse_rate` is the probability of an answer `[k]` in the final channel; `reward` the mean reward, where an
+    unparseable answer counts 0; `greedy` that of the likeliest action; `random`, `best_constant` and `oracle`
     those of reference policies on the same rows. For a reasoning model they are sums over chains with the right numbers
-    and any of the four plans; ``numbers`` is the probability of these numbers, ``follows`` that of the planned action.
+    and any of the four plans; `numbers` is the probability of these numbers, `follows` that of the planned action.
     """
-    indices, parts, chains = torch.arange(len(rows))[:: max(1, len(rows) // (limit or len(rows)))][:limit], [], []
+    stride = max(1, len(rows) // limit) if limit else 1
+    indices, parts, chains = torch.arange(0, len(rows), stride)[:limit], [], []
     reasons = len(rows.choices) > 1
     with torch.no_grad():
         for batch in indices.split(64):

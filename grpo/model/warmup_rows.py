@@ -105,7 +105,7 @@ def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
 def make_rows(
     kind: str, windows: int, probe_windows: int, most_factor: float
 ) -> tuple[list[WarmupRow], list[WarmupRow]]:
-    """(rows to learn from, rows to measure on), made from so many windows each on all cores, in 40 ms a window."""
+    """(rows of `windows` windows to learn from, of `probe_windows` to measure on), in 40 ms a window on all cores."""
     jobs = [(WARMUP_SEED + n, min(50, windows - n), kind, most_factor) for n in range(0, windows, 50)]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), initializer=begin_worker) as pool:
         with delaying_signals():  # An interrupt between two starts would leave a process that waits for ever.
@@ -118,7 +118,7 @@ class WarmupTensors:
     """Warm-up rows on the device where they are used: `ids` (N, T) of prompt and answer, padded on the right, `lengths`
     (N,), `rewards` (N, actions), and `readings` (N, R) with mean 0 and deviation 1.
 
-    `answer` has the tokens that a row ends in: ``ANSWER_BEFORE``, action 0, ``ANSWER_AFTER``, behind a ``CHAIN`` where
+    `answer` has the tokens that a row ends in: `ANSWER_BEFORE`, action 0, `ANSWER_AFTER`, behind a `CHAIN` where
     the model `reasons`. `choices` are the indices in it of the plan, if there is a chain, and of the action;
     `actions` the tokens that name the actions at each of these. `numbers` are the indices of the chain's numbers, which
     vary by row, and `fixed` those of the other tokens.
