@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE, render
 from grpo.model.gptoss_format import ModelError
+from grpo.plan.hub import TINY_PATH
 from grpo.run.child import begin_worker, delaying_signals
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import HOURS, low_co2
@@ -23,6 +24,7 @@ from grpo.tasks.tes.profiles import TRAIN_START
 from grpo.tasks.tes.prompts import State
 
 ACTIONS = 4
+TEMPLATE = (TINY_PATH / "chat_template.jinja").read_text(encoding="utf-8")  # of every checkpoint that is made here
 EFFORTS = ("low", "medium", "high")
 FIXED_DATE = "2025-04-07"  # compact prompts draw their dates around it
 # The chain that a reasoning model writes before its answer: numbers from the prompt, then an action, which is its plan.
@@ -76,11 +78,9 @@ def rendered(row: Mapping[str, str], number: int) -> str:
     if "prompt" in row:
         return row["prompt"]
     day = date.fromisoformat(FIXED_DATE) + timedelta(days=number % 997)
-    return (
-        f"<|start|>system<|message|>Current date: {day}\n\nReasoning: {EFFORTS[number % len(EFFORTS)]}<|end|>"
-        f"<|start|>developer<|message|># Instructions\n\n{row['system']}\n\n<|end|>"
-        f"<|start|>user<|message|>{row['user']}<|end|><|start|>assistant"
-    )
+    turns = ("system", row["system"]), ("user", row["user"])
+    prompt = render(TEMPLATE, turns, EFFORTS[number % len(EFFORTS)], FIXED_DATE)
+    return prompt.replace(FIXED_DATE, str(day))  # A template is compiled for one date, which takes long.
 
 
 def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
