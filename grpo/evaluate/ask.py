@@ -26,7 +26,6 @@ from grpo.rollout.engine import vllm_modules
 from grpo.settings import InputError, Problems, Settings
 
 EXAMPLE = "Which one? Answer [0] or [1]."
-ANSWER_COLUMNS = ("action", "completion")  # columns of an answer, which follow the columns of its row
 URL = "http://localhost:8000/v1/completions"
 
 
@@ -67,7 +66,7 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
     for row, text in zip(rows, model.tokenizer.batch_decode(ids), strict=True):
         actions = sum(REWARD_COLUMN.fullmatch(name) is not None for name in row.columns)
         action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
-        answers.append(row.columns | dict(zip(ANSWER_COLUMNS, (action, text), strict=True)))
+        answers.append(row.columns | {"action": action, "completion": text})
     return answers
 
 

@@ -121,17 +121,16 @@ class TransformersModel(EvaluatedModel):
     @torch.no_grad()
     def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
         s, completions = self.settings, []
-        chunk = s.GENERATION_BATCH or 64
-        options: dict[str, Any] = {"do_sample": False}
-        if temperature:
-            options = {"do_sample": True, "temperature": temperature, "top_p": s.TOP_P, "top_k": 0}
-        options |= {"max_new_tokens": s.MAX_COMPLETION_LEN, "eos_token_id": self.stops}
         torch.manual_seed(sampling_seed(s.SEED, step, "evaluation"))
         if s.DIRECT_ANSWERS:
             with self.adapter_disabled(base):
                 prompt_ids = self.tokenizer(text=prompts)["input_ids"]
                 tokens, _ = self.choose_answers(prompt_ids, temperature=temperature, actions=[])
             return close_answers(tokens, self.tokenizer)
+        options = {"do_sample": False, "max_new_tokens": s.MAX_COMPLETION_LEN, "eos_token_id": self.stops}
+        if temperature:
+            options |= {"do_sample": True, "temperature": temperature, "top_p": s.TOP_P, "top_k": 0}
+        chunk = s.GENERATION_BATCH or 64
         model: Any = self.policy or self.network  # PeftModel forwards `generate`, but its type does not say so
         with self.adapter_disabled(base), shared_prefill(self.network):
             for start in range(0, len(prompts), chunk):

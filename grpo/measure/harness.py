@@ -66,7 +66,7 @@ def result_path(options: argparse.Namespace, child: str) -> Path:
 def subject_of(options: argparse.Namespace) -> list[str]:
     """What is measured: the commit, and the options for model, data and settings. Results of another subject are not
     used."""
-    return [commit(), *(str(getattr(options, name, "")) for name in ("model", "data", "set"))]
+    return [commit(), options.model, options.data, str(options.set)]
 
 
 def write_result(options: argparse.Namespace, child: str, values: Json) -> None:
