@@ -125,9 +125,7 @@ def init_number_embeddings(model: GptOssForCausalLM, tokenizer: Tokenizer) -> No
     numbers.pop(None, None)  # Numbers without a token of their own have the id None.
     value = torch.tensor(list(numbers.values())).unsqueeze(1)
     fine, coarse = value / 100 * math.pi, value / 1000 * math.pi
-    waves = [fine * k for k in range(1, 7)]
-    if max(numbers.values()) > 100:
-        waves += [coarse * k for k in range(1, 9)]
+    waves = [*(fine * k for k in range(1, 7)), *(coarse * k for k in range(1, 9))]
     # The logarithm separates 0 from 1 and 2, because whether there is a shortage matters more than its size.
     linear = [value / 1000 - 0.3, (value / 100).clamp(max=1) - 0.5, value.log1p() / 7 - 0.5]
     features = torch.cat([*linear, *(w.sin() for w in waves), *(w.cos() for w in waves)], dim=1)
