@@ -96,11 +96,6 @@ def join_names(columns: Iterable[str]) -> str:
     return one_line(", ".join(columns), 200)
 
 
-def flat_rows(rows: Iterable[Row]) -> list[Row]:
-    """The rows whose actions all have the same reward, so that nothing can be learned from them."""
-    return [row for row in rows if len(set(row.rewards)) == 1 and len(set(row.q)) < 2]
-
-
 def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
     """The number of reward_action_k columns. Adds a problem for each way in which the header does not fit a training
     file."""
@@ -226,10 +221,8 @@ def make_rows(
         messages, trl_prompt = read_messages(where, columns, system, problems)
         if not all(is_text(text) for _, text in messages):
             problems.add(where, "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8")
-        tokens = dict.fromkeys(
-            token for role, text in messages if role != "rendered" for token in HARMONY_TOKEN.findall(text)
-        )
-        if tokens:
+        unrendered = "\n".join(text for role, text in messages if role != "rendered")
+        if tokens := dict.fromkeys(HARMONY_TOKEN.findall(unrendered)):
             problem = f"it holds {', '.join(tokens)}: the model reads these as the begin or end of a message"
             fix = "Take it out, or write the whole prompt rendered, from its first <|start|> on"
             problems.add(where, problem, fix)

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import rewards
 from grpo.data import scoring
-from grpo.data.files import Row, column_names, flat_rows, missing_actions_problem
+from grpo.data.files import Row, column_names, missing_actions_problem
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.data.scoring import RewardError, total
 from grpo.settings import Problems, Settings, show
@@ -77,12 +77,11 @@ def check_heldout(
 
 def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> None:
     """Checks that the rows have the columns that these reward functions need, and that rewards differ by action."""
-    first = {(row.file, bool(row.rewards)): row for row in reversed(rows)}
     if names & rewards.ACTION_REWARDS.keys():
+        unrewarded = {row.file: row for row in reversed(rows) if not row.rewards}
         fix = "Add one per action, or choose other REWARDS, such as your own: REWARDS=my_module:my_function"
-        for (file, has_rewards), row in sorted(first.items(), key=lambda item: item[0]):
-            if not has_rewards:
-                problems.add(f"{file}, columns", missing_actions_problem(row), fix)
+        for file in sorted(unrewarded):
+            problems.add(f"{file}, columns", missing_actions_problem(unrewarded[file]), fix)
     rewarded_rows = [row for row in rows if row.rewards]
     rows_without_q = [row for row in rewarded_rows if not row.q]
     if "shortfall" in names:
@@ -95,7 +94,8 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
         for row in {row.file: row for row in reversed(rows_without_q) if not is_softmax(row.rewards)}.values():
             problems.add(f"{row.file}, row {row.number}", problem, fix)
     check_answers(names, rows, problems)
-    if rewarded_rows and len(flat_rows(rewarded_rows)) == len(rewarded_rows) and names <= rewards.ACTION_REWARDS.keys():
+    is_flat = all(len(set(row.rewards)) == 1 and len(set(row.q)) < 2 for row in rewarded_rows)
+    if rewarded_rows and is_flat and names <= rewards.ACTION_REWARDS.keys():
         problem = "every row gives all its actions the same reward, so there is nothing to learn"
         problems.add("DATA", problem, "Give better actions higher rewards, or choose other REWARDS")
 
@@ -148,32 +148,27 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
     function raises something or returns no rewards."""
     if not rows:
         return []
-    answers = {
-        n: [*GARBAGE, *(ANSWER_TURN.format(f"[{k}]") for k in range(n or 2))] for n in {len(r.rewards) for r in rows}
-    }
     sample = sample_rows(rows)
-    pairs = [
+    answered, texts = [], []  # The row of each answer, and its text.
+    for row in sample:
         # Rows stay unrendered without a tokenizer or a template: their prompt becomes TURN_START alone.
-        (row if row.prompt else dataclasses.replace(row, prompt=TURN_START), text)
-        for row in sample
-        for text in answers[len(row.rewards)]
-    ]
-    texts = [completion_text(row.prompt, text) for row, text in pairs]
-    distinct = list(dict.fromkeys(texts))
-    tokens = dict(zip(distinct, zip(*tokenize(distinct, tokenizer), strict=True), strict=True))
+        rendered = row if row.prompt else dataclasses.replace(row, prompt=TURN_START)
+        for turn in (*GARBAGE, *(ANSWER_TURN.format(f"[{k}]") for k in range(len(row.rewards) or 2))):
+            answered.append(rendered)
+            texts.append(completion_text(rendered.prompt, turn))
+    ids, decoded = tokenize(texts, tokenizer)
     completions = [
-        scoring.read_completion(row, text, tokens[text][1], len(tokens[text][0]), False)
-        for (row, _), text in zip(pairs, texts, strict=True)
+        scoring.read_completion(row, text, plain, len(tokens), False)
+        for row, text, plain, tokens in zip(answered, texts, decoded, ids, strict=True)
     ]
     functions, state = scoring.load_rewards(specs, settings), scoring.initial_trainer_state(settings.TOTAL_STEPS)
     try:
-        ids = [tokens[text][0] for text in texts]
         scores = scoring.score(functions, completions, ids, column_names(rows), state)
     except RewardError as error:
         tried = f"It was tried before the run on made-up answers to {len(sample)} rows"
         raise RewardError(f"{error}. {tried}, such as {completions[-1].decoded!r}") from error
     weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
-    return [(row, list(itertools.islice(weighted, len(answers[len(row.rewards)])))) for row in sample]
+    return [(row, list(itertools.islice(weighted, len(GARBAGE) + (len(row.rewards) or 2)))) for row in sample]
 
 
 def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, problems: Problems) -> str | None:

@@ -118,10 +118,7 @@ def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: boo
 
 
 def read_completions(
-    tokenizer: Any,
-    stops: Sequence[int],
-    rows: Sequence[Row],
-    completion_ids: Sequence[Sequence[int]],
+    tokenizer: Any, stops: Sequence[int], rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]
 ) -> list[Completion]:
     """Decode the completions of `rows`, with their special tokens and without. `tokenizer` is one of transformers,
     whose type is not named because this module does not import it.
