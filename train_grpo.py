@@ -185,9 +185,9 @@ def train(resolved: ResolvedRun) -> int:
         s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks, looked_up=resolved.looked_up
     )
     options = grpo_options(s, torch.cuda.is_available(), specs, resolved.scale_rewards, resolved.epsilon_high)
-    # Only rank 0 writes into OUTPUT_DIR.
-    output_dir = scratch_folder() if ranks.rank else folder
-    if ranks.rank:
+    output_dir = folder
+    if ranks.rank:  # Only rank 0 writes into OUTPUT_DIR.
+        output_dir = scratch_folder()
         options |= {"output_dir": str(output_dir), "report_to": "none"}
     progress = Progress(resolved)
     trainer = Trainer(

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo.plan import targets
-from grpo.plan.hub import ModelConfig, read_json
+from grpo.plan.hub import ModelConfig
 from grpo.plan.targets import expected_shapes, target_matrices
 from grpo.run.best import adapter_fault
-from grpo.run.durable import file_sha256
+from grpo.run.durable import file_sha256, read_json
 from grpo.run.folder import RunState
 from grpo.run.layout import ADAPTER
 from grpo.settings import Problems, Settings, show

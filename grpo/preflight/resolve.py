@@ -191,21 +191,23 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     sources = resolve_sources(settings, facts)
     if settings.DIRECT_ANSWERS:
         settings = dataclasses.replace(settings, **DIRECT_SETTINGS)  # type: ignore[arg-type]
-    settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync)
+    settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync, TOTAL_STEPS=steps)
 
     attention, reasons["attention"] = choices.choose_attention(settings.ATTN_IMPL, machine.gpus)
     packing, reasons["packing"] = choices.choose_packing(settings.PACKING, attention, machine.gpus)
-    inputs, experts, reasons["experts"] = None, settings.EXPERTS or "bf16", "there is no model"
-    reasons["gradient_checkpointing"] = "there is no model"
+    inputs, plan = None, None
+    reasons |= dict.fromkeys(("experts", "gradient_checkpointing"), "there is no model")
     if facts.files:
         prompt_len = facts.longest_prompt or settings.MAX_PROMPT_LEN
         beside_vllm = use_vllm and bool(machine.gpus)
         inputs = PlanInputs(facts.files.config, machine, prompt_len, attention, packing, beside_vllm, facts.draft)
         experts, reasons["experts"] = resolve_experts(settings, inputs)
-    settings = dataclasses.replace(settings, EXPERTS=experts, TOTAL_STEPS=steps)
-    if inputs:
+        settings = dataclasses.replace(settings, EXPERTS=experts)
         checkpointing, reasons["gradient_checkpointing"] = resolve_checkpointing(settings, inputs)
         settings = dataclasses.replace(settings, GRADIENT_CHECKPOINTING=checkpointing)
+        plan = plan_memory(settings, inputs)
+    else:
+        settings = dataclasses.replace(settings, EXPERTS=settings.EXPERTS or "bf16")
 
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)
     specs: list[tuple[str, float]] = []
@@ -213,9 +215,8 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         specs = reward_specs(rewards)
     scale, reasons["scale_rewards"] = choices.choose_scale_rewards(settings.SCALE_REWARDS)
     epsilon_high, reasons["epsilon_high"] = choices.choose_epsilon_high(settings)
-    expected_reward, reasons["expected_reward"] = choices.choose_expected_reward(
-        settings, rows, [name for name, _ in specs if is_by_action(name)]
-    )
+    by_action = [name for name, _ in specs if is_by_action(name)]
+    expected_reward, reasons["expected_reward"] = choices.choose_expected_reward(settings, rows, by_action)
     parameters = hub.count_parameters(facts.config)["total"] if facts.config else 0
 
     simulator = load_simulator(settings.TASK) if facts.has_packages else None
@@ -243,7 +244,7 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         packing=packing,
         use_vllm=use_vllm,
         inputs=inputs,
-        plan=plan_memory(settings, inputs) if inputs else None,
+        plan=plan,
         closed_loop=closed_loop,
         exact=exact,
         exact_loop=exact_loop,

@@ -56,9 +56,8 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
         try:
             answers.append(answer_of(row, settings.DIRECT_ANSWERS))
         except ValueError as error:
-            problems.add(
-                f"{row.file}, row {row.number}", str(error), "Let prompt and answer begin with the same channel"
-            )
+            fix = "Let prompt and answer begin with the same channel"
+            problems.add(f"{row.file}, row {row.number}", str(error), fix)
     longest = longest_answer(settings.MODEL_ID, [answer for answer in answers if answer])
     changes = ONLY_LEARNING | {"OUTPUT_DIR": str(out), "MAX_COMPLETION_LEN": str(longest)}
     if not settings.OVERWRITE and out.is_dir() and any(out.iterdir()):

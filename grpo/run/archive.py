@@ -90,10 +90,9 @@ FILES_WITH_PATHS = ("training.log", "adapter_config.json", "report.html")  # The
 def without_paths(folder: Path, text: str) -> str:
     """A text of the run in `folder` without the paths of this machine: OUTPUT_DIR becomes its name, the project `.`,
     Python's folder `python`, the home folder `~`."""
-    home = os.path.expanduser("~")
-    replacements = {str(folder): folder.name, str(ROOT): ".", sys.prefix: "python"} | (
-        {} if home == "/" else {home: "~"}
-    )
+    replacements = {str(folder): folder.name, str(ROOT): ".", sys.prefix: "python"}
+    if (home := os.path.expanduser("~")) != "/":
+        replacements[home] = "~"
     paths = "|".join(map(re.escape, sorted(replacements, key=len, reverse=True)))
     return re.sub(rf"(?<![\w.~/-])(?:{paths})(?!\w)", lambda match: replacements[match[0]], text)
 

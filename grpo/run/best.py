@@ -16,9 +16,10 @@ from grpo.settings_table import TASK_FILES
 # BEST_BY -> the column of metrics.csv by which the best adapter is chosen, and the phrase for its value. A simulator's
 # column is the first of its figures in task.json.
 FIGURES, WORDS = {"reward": "heldout_reward"}, {"reward": "held-out reward of {:.3f}"}
-for task in filter(lambda task: "best_by" in task, TASK_FILES.values()):
-    FIGURES[task["best_by"]], figure = next(iter(task["figures"].items()))
-    WORDS[task["best_by"]] = figure["words"]
+for task in TASK_FILES.values():
+    if best_by := task.get("best_by"):
+        FIGURES[best_by], figure = next(iter(task["figures"].items()))
+        WORDS[best_by] = figure["words"]
 
 
 def is_better(best_by: str, value: float, other: float) -> bool:

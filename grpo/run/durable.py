@@ -165,7 +165,6 @@ def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
     """The object in a JSON file. Raises OSError if the file cannot be read, and ValueError with the file's name if it
     holds no JSON object, or a value of another type than TYPES says. Errors of a type in `empty` give an empty
     object."""
-    failure: OSError | ValueError
     try:
         if regular_file_size(path) > LARGEST:
             raise ValueError(f"it is larger than {LARGEST / 2**20:.0f} MiB")
@@ -176,10 +175,8 @@ def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
             if name in record and (fault := type_fault(record[name], kind, name)):
                 raise ValueError(fault)
         return record
-    except OSError as error:
-        failure = error
-    except (ValueError, RecursionError) as error:
-        failure = ValueError(f"{path.name} cannot be read ({error})")
+    except (OSError, ValueError, RecursionError) as error:
+        failure = error if isinstance(error, OSError) else ValueError(f"{path.name} cannot be read ({error})")
     if isinstance(failure, empty):
         return {}
     raise failure

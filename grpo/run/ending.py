@@ -206,11 +206,12 @@ def end_quietly(main: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except OSError as error:
-        is_pipe = isinstance(error, BrokenPipeError) and is_unread(sys.stdout.fileno())
-        if code is None and not is_pipe:
+        if isinstance(error, BrokenPipeError) and is_unread(sys.stdout.fileno()):
+            code = 128 + signal.SIGPIPE
+        elif code is None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
-        return 128 + signal.SIGPIPE if is_pipe or code is None else code
+        return code
 
 
 def run_script(main: Callable[[], int]) -> int:
