@@ -94,7 +94,8 @@ def fitting_cards() -> str:
 
 def key_settings() -> str:
     """The README's table of the settings to choose for a first run."""
-    rows = [[f"`{row[1]}`", f"`{row[2]}`", row[5]] for row in setting_rows() if row[1] in KEY_SETTINGS]
+    settings = ((name, default, text) for _, name, default, _, _, text in setting_rows() if name in KEY_SETTINGS)
+    rows = [[f"`{name}`", f"`{default}`", text] for name, default, text in settings]
     return table(["Setting", "Default", "Meaning"], rows)
 
 

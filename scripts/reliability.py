@@ -245,9 +245,8 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of every choice (default 1)")
     add("--jobs", type=count, default=2, help="cases side by side (default 2)")
     add("--minutes", type=in_range(0, 10**6), default=10**6, help="no case begins later (default: no limit)")
-    add(
-        "--run", type=Path, default=Path("runs/reliability"), help="folder of all cases; the last campaign's is deleted"
-    )
+    text = "folder of all cases; the last campaign's is deleted"
+    add("--run", type=Path, default=Path("runs/reliability"), help=text)
     options = parser.parse_args()
     options.chosen = {}  # Program -> the numbers of its chosen cases, [] for all.
     for word in options.only or PROGRAMS:
@@ -302,8 +301,9 @@ def run_campaign(options: argparse.Namespace, folder: Path) -> int:
                 continue
             finding, signals = outcome
             subject = f"{part}_{name}"
-            different = {f"{subject}_different": int(bool(finding))}
-            values.update({f"{subject}_cases": 1, f"{subject}_signals": signals} | different)
+            values[f"{subject}_cases"] += 1
+            values[f"{subject}_signals"] += signals
+            values[f"{subject}_different"] += bool(finding)
             if finding:
                 again = f"--part {part} --seed {options.seed} --only {name}/{number}"
                 print(f"FOUND {part} {name}/{number}: {finding}\n  in {folder / part}; again: {again}", flush=True)

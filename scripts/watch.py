@@ -26,8 +26,8 @@ import pandas
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.run_data import read_json, read_metrics
-from grpo.run.folder import COMPLETE, continuation
-from grpo.run.layout import lock_path
+from grpo.run.folder import continuation
+from grpo.run.layout import COMPLETE, lock_path
 from grpo.run.logs import RECENT_STEPS, TIME_UNKNOWN, Pace
 from grpo.settings import InputError, reflow
 from grpo.tasks.figure_text import finite_number, object_at
@@ -42,7 +42,7 @@ CLEAR = "\x1b[H\x1b[J"
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process holds the run's lock (`grpo.run.folder.lock_run`); true where that cannot be known."""
+    """Whether a process holds the run's lock (`lock_run`); true where that cannot be known."""
     # An OSError means that the lock is held or was never made, as in a copy of a run or before its start.
     with contextlib.suppress(OSError), lock_path(folder.resolve()).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -84,10 +84,8 @@ def test_no_modules_import_each_other_in_a_circle():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-# Imported in a function: for data sets of the Hub and tokenizers with a response template, which load no torch, and
-# where there are several processes.
-LATE = {("grpo/data/formats.py", "datasets"), ("grpo/data/scoring.py", "transformers.utils.chat_parsing")}
-LATE |= {("grpo/run/ranks.py", name) for name in ("torch", "torch.distributed")}
+# Imported in a function: for data sets of the Hub, and where there are several processes.
+LATE = {("grpo/data/formats.py", "datasets")} | {("grpo/run/ranks.py", name) for name in ("torch", "torch.distributed")}
 
 
 def test_light_rooms_import_nothing_heavy():
