@@ -96,9 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_and_run(ranks: Ranks, only_check: bool) -> int:
-    """Locks OUTPUT_DIR against other runs, checks the input, and starts the run unless a rank has a problem or
-    `only_check` is set, which also needs no lock. Returns the exit code. A start that is refused leaves nothing behind,
-    not even the lock file."""
+    """Locks OUTPUT_DIR, checks the input, and starts the run unless a rank has a problem or `only_check` is set, which
+    needs no lock. Returns the exit code. A start that is refused leaves nothing behind, not even the lock file."""
     lock, problem, code = None, None, 2
     if not (only_check or ranks.rank):
         lock, problem = lock_output_dir(os.environ)
@@ -241,8 +240,7 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> int:
 
 
 def write_report_and_zip(folder: Path) -> Path:
-    """Writes the run's report, then the zip of OUTPUT_DIR, and returns the zip's path. An error in the report is only
-    logged: it must not fail the run."""
+    """Writes the report and the zip of OUTPUT_DIR; returns the zip's path. An error in the report is only logged."""
     with Phase("writing the report and the zip") as phase:
         try:
             # Imported here, so that without matplotlib or jinja2 only the report is missing.

@@ -152,8 +152,7 @@ def differences(program: Program, case: Path, whole: Path) -> list[str]:
 
 
 def faults_of(program: Program, case: Path, whole: Path) -> list[str]:
-    """The faults of a case that has come to its end: what differs from the undisturbed one, stray files and temporary
-    folders, a traceback."""
+    """The faults of a case that has ended: what differs from the undisturbed one, stray files, a traceback."""
     faults = differences(program, case, whole)
     stray = [path.name for path in case.rglob("*") if path.name.endswith((".tmp", ".old"))]
     stray += [path.name for path in (case / TEMPORARY).iterdir() if not re.fullmatch(OF_OTHERS, path.name)]
@@ -260,8 +259,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def chosen_cases(options: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """(part, program, number) of the cases that the options name. When the time is over, about the same share
-    of every program's cases has run."""
+    """(part, program, number) of the chosen cases. When time is up, about the same share of each program has run."""
     shares = []
     for part, (name, chosen) in itertools.product(options.part, options.chosen.items()):
         limit = getattr(PROGRAMS[name], part)

@@ -74,8 +74,7 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
 
 
 def frame(folder: Path) -> tuple[list[str], bool]:
-    """The lines to show now, and whether the run is complete. Every call reads all files again, so the run may be
-    resumed or replaced meanwhile."""
+    """The lines to show now, and whether the run is complete. Reads all files again: the run may be another."""
     settings = object_at(read_json(folder / "settings.json"), "settings")
     metrics = read_metrics(folder / "metrics.csv") if (folder / "metrics.csv").is_file() else pandas.DataFrame()
     status, news = status_of(folder, settings, metrics), read_news(folder / "training.log")

@@ -97,8 +97,7 @@ def join_names(columns: Iterable[str]) -> str:
 
 
 def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
-    """The number of reward_action_k columns. Adds a problem for each way in which the header does not fit a training
-    file."""
+    """The number of reward_action_k columns. Adds a problem for each fault of the header."""
     where = f"{path}, header"
     for name, count in Counter(header).items():
         if count > 1:

@@ -136,8 +136,7 @@ PROMPTS_PER_BATCH = 1000  # limited, because the encoding of a prompt takes more
 
 
 def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
-    """The number of tokens of each prompt. For an unusable file it raises whatever tokenizers raises, which may be a
-    BaseException that is no Exception."""
+    """The number of tokens of each prompt. An unusable file may raise a BaseException that is no Exception."""
     from tokenizers import Tokenizer  # Imported late, as in `compile_template`.
 
     loaded = Tokenizer.from_file(str(tokenizer))

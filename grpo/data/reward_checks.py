@@ -31,8 +31,7 @@ def check_rewards(
     settings: Settings, text: str, rows: Sequence[Row], problems: Problems, tokenizer: Path | None = None
 ) -> tuple[list[tuple[str, float]], str | None]:
     """Checks that the reward functions of `text` exist, that the rows hold what they need, and that garbage earns
-    less than answers. Returns (name, weight) of each function, and a warning about garbage or None. `tokenizer` is for
-    `try_rewards`."""
+    less than answers. Returns (name, weight) of each function, and a warning about garbage or None."""
     try:
         specs = scoring.reward_specs(text)
         for name, _ in specs:

@@ -109,8 +109,7 @@ class Completion:
 def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: bool) -> Completion:
     """The completion of a row, given its `text` with special tokens and its `plain` text without them.
 
-    As in TRL 1.16 (GRPOTrainer._generate), reward functions get `plain`, wrapped into a list of one message if the
-    prompt is a list of messages."""
+    As in TRL 1.16 (GRPOTrainer._generate), functions get `plain`, as a list of one message if the prompt is a list."""
     turn = rewards.assistant_turn(row.prompt, text)
     action = rewards.parse_action(turn, len(row.rewards)) if row.rewards else None
     decoded = plain if isinstance(row.trl_prompt, str) else [{"role": "assistant", "content": plain}]
@@ -134,8 +133,7 @@ def read_completions(
 
 
 def validate_rewards(name: str, values: Any, count: int) -> list[float | None]:
-    """The `values` that function `name` returned, as a list. Raises RewardError unless they are `count` rewards, each
-    None, NaN or a number."""
+    """The `values` of function `name` as a list. Raises RewardError unless they are `count` numbers, None or NaN."""
     returned = f"REWARDS: {name} returned"
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence):

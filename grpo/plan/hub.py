@@ -181,8 +181,7 @@ def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
 
 
 def fetch_weights(model_id: str, files: ModelFiles) -> str | None:
-    """Downloads the weight files that are missing in `files.folder`, the Hub's cache, so that it holds the whole
-    checkpoint. Returns a problem, or None."""
+    """Downloads the weight files that `files.folder`, in the Hub's cache, lacks. Returns a problem, or None."""
     problems = Problems()
     if files.folder and (names := missing_shards(files.folder)):
         from huggingface_hub import snapshot_download  # Imported here, because it takes a second.

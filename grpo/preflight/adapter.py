@@ -38,8 +38,7 @@ def is_on_experts(folder: Path) -> bool:
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Shape of every tensor by name, from the header of a safetensors file. Raises ValueError if it is damaged, and
-    OSError if it cannot be read."""
+    """Shape of every tensor of a safetensors file by name. Raises OSError, and ValueError if it is damaged."""
     from safetensors import SafetensorError, safe_open  # Inside, so that the preflight can name missing packages.
 
     try:

@@ -94,8 +94,7 @@ def output_dir_text(resolved: ResolvedRun) -> str:
 
 
 def evaluation_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
-    """(title, text) of each line about evaluations. There is none about a simulator that the run has nothing to do
-    with."""
+    """(title, text) of each line about evaluations, and about the task's simulator where it concerns the run."""
     s, reasons = resolved.settings, resolved.reasons
     if resolved.closed_loop.is_mentioned:
         yield "closed loop", f"{'on' if resolved.closed_loop.runs else 'off'}: {reasons['closed_loop']}"

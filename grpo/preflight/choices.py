@@ -100,8 +100,7 @@ def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
 
 
 def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> Iterator[str]:
-    """Each reason why no completion can learn from its expected reward. `names`: the reward functions that depend on
-    the row and the answered action alone."""
+    """Each reason why no completion can learn from its expected reward. `names`: functions that are `is_by_action`."""
     if not names:
         yield "no function of REWARDS depends on the answered action alone"
     file = next((row.file for row in rows if not row.rewards), None)
@@ -120,8 +119,7 @@ def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Se
 
 
 def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> tuple[bool, str]:
-    """(whether completions learn from the expected reward at their answer, reason); arguments as for
-    `expected_reward_obstacles`."""
+    """(whether completions learn from the expected reward, reason); `names` as in `expected_reward_obstacles`."""
     if settings.EXPECTED_REWARD is False:
         return False, "set by EXPECTED_REWARD"
     for obstacle in expected_reward_obstacles(settings, rows, names):

@@ -25,16 +25,14 @@ from grpo.run.ranks import Ranks
 from grpo.settings import Problems, Settings, show
 from grpo.tasks.simulator import SimulationPlan, load_simulator
 
-# These replace the settings of a run with DIRECT_ANSWERS: it takes each prompt once, chooses one token, and generates
-# nothing.
+# DIRECT_ANSWERS takes each prompt once, chooses one token, and generates nothing: these replace the run's settings.
 DIRECT_SETTINGS = {"NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1, "USE_VLLM": False}
 AUTO_SETTINGS = ("EXPERTS", "ROLLOUT_SYNC", "GRADIENT_CHECKPOINTING")  # `resolve` replaces `auto` in the settings.
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is read before any choice is made: machine, packages, model, draft model, rows, and the adapter to start
-    from."""
+    """What is read before any choice is made: machine, packages, model, draft, rows, and the adapter to start from."""
 
     sources: Mapping[str, str]  # Where each setting came from.
     machine: Machine
@@ -116,8 +114,7 @@ class ResolvedRun(Facts):
 
     @property
     def looked_up(self) -> tuple[int, ...]:
-        """Indices in `reward_specs` of the functions whose rewards of all actions are read from the row; empty without
-        EXPECTED_REWARD."""
+        """Indices in `reward_specs` of the functions that score all actions of a row; empty without EXPECTED_REWARD."""
         names = [name for name, _ in self.reward_specs if self.expected_reward]
         return tuple(n for n, name in enumerate(names) if is_by_action(name))
 

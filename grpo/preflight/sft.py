@@ -47,8 +47,7 @@ def was_killed(out: Path) -> bool:
 def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, list[str | None]]:
     """(the resolved run of the settings in `environ` with OUTPUT_DIR=`out`; each row's answer, None if it has none).
 
-    Rows that a run of train_grpo.py with these settings would hold out are left out here too: it may start from this
-    adapter."""
+    Rows that train_grpo.py would hold out are left out here too, because its run may start from this adapter."""
     problems, answers = Problems(), []
     settings, sources = choose_demo(*load_settings(environ)[:2])
     split = read_split(settings, Problems())  # The preflight lists the problems of DATA.

@@ -99,8 +99,7 @@ def without_paths(folder: Path, text: str) -> str:
 
 def write_zip(folder: Path) -> Path:
     """Writes OUTPUT_DIR.zip beside OUTPUT_DIR, whole or not at all, and returns its path. It holds all files but
-    pickles, links and unfinished files, best/ first. FILES_WITH_PATHS lose the paths of this machine; settings.json
-    keeps its own."""
+    pickles, links and unfinished ones, best/ first; this machine's paths are taken out of FILES_WITH_PATHS alone."""
     with (
         whole_file(zip_path(folder)) as temporary,
         zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive,

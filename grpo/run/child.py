@@ -39,9 +39,8 @@ def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterat
 
 @contextlib.contextmanager
 def forwarding_signals() -> Iterator[None]:
-    """Inside the block SIGINT, SIGTERM and SIGHUP are forwarded to the child programs, and this process waits until
-    they have ended. Only the main thread can catch signals: enter a block there before other threads call
-    `run_child`."""
+    """Inside the block SIGINT, SIGTERM and SIGHUP are forwarded to the child programs, and this process waits for them.
+    Only the main thread can catch signals: enter a block there before other threads call `run_child`."""
     global _forwarding
     if _forwarding or threading.current_thread() is not threading.main_thread():
         yield
@@ -101,8 +100,7 @@ def run_child(
     with forwarding_signals():
         if _received:
             raise SystemExit(128 + _received[0])
-        # The child has a process group of its own, so that the terminal's Ctrl-C reaches it once, forwarded from here:
-        # a second SIGINT would end it at once.
+        # A process group of its own, so that Ctrl-C reaches the child once, from here: a second one ends it at once.
         child = subprocess.Popen(
             command,
             env=os.environ | environ,
