@@ -28,7 +28,7 @@ def start(tiny, folder, model=None, **environ):
     return settings, adapter, problems
 
 
-def test_the_adapters_own_shape_is_taken(tiny, saved_adapter, tmp_path):
+def test_the_adapters_own_shape_is_taken(saved_adapter, tmp_path):
     for changes in ({}, {"LORA_R": "3", "LORA_TARGETS": " v_proj,q_proj"}):
         environ = {"MODEL_ID": "tiny", "INIT_ADAPTER": str(saved_adapter), "OUTPUT_DIR": str(tmp_path / "run")}
         resolved = preflight(CLEAN | environ | {"EVAL_SAMPLES": "0"} | changes, CPU)
