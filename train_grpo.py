@@ -122,8 +122,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
 
 
 def launch(resolved: ResolvedRun) -> int:
-    """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, after a failure
-    too. Raises RankLost if another process ended."""
+    """Downloads the weights, makes OUTPUT_DIR ready, trains. Returns the exit code, raises RankLost."""
     with Phase("importing torch and transformers"):  # Heavy imports wait until the preflight has passed.
         from grpo.model.load import unseen_gpu
 

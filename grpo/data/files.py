@@ -44,16 +44,15 @@ Conversation = list[dict[str, Cell]]  # messages in TRL's form, with `role` and 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a file: its messages, the reward of each action, every column, and in `q` the values q_action_k, empty
-    if the file has none. `prompt` is empty until `render_rows` fills it in."""
+    """A row of a file. `prompt` is empty until `render_rows` fills it in."""
 
     file: str
     number: int  # 1 is the first row below the header
     messages: Messages  # (role, text) of each message, or a single ("rendered", text)
-    rewards: tuple[float, ...]
-    columns: Columns
+    rewards: tuple[float, ...]  # reward_action_k of each action; empty if the file has none
+    columns: Columns  # every column of the file
     prompt: str = ""
-    q: tuple[float, ...] = ()
+    q: tuple[float, ...] = ()  # q_action_k of each action; empty if the file has none
     trl_prompt: str | Conversation = ""  # the prompt in the form of the file, as TRL passes it to reward functions
 
     @property
@@ -141,8 +140,7 @@ def read_numbers(where: str, columns: Columns, names: Sequence[str], problems: P
 
 
 def as_conversation(prompt: Cell) -> Cell:
-    """The list of messages if the cell is text that holds such a list, in JSON or as a Python literal (which is what
-    pandas writes to a CSV); any other cell is returned unchanged."""
+    """The list of messages that a cell holds as JSON or, as pandas writes it, as a Python literal; else the cell."""
     if isinstance(prompt, str) and re.match(r"\s*\[\s*\{", prompt):
         for parse in (json.loads, ast.literal_eval):
             with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):

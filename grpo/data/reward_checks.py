@@ -61,8 +61,7 @@ def check_heldout(
     where: str = "EVAL_DATA",
     alternative: str = "set EVAL_SAMPLES=0",
 ) -> None:
-    """Checks that the reward functions can score the held-out rows. In messages, `where` is the setting that names
-    these rows, and `alternative` an alternative to changing them."""
+    """Checks that the reward functions can score the held-out rows. `where` and `alternative` go into messages."""
     unrewarded = next((row for row in rows if not row.rewards), None)
     if unrewarded and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
         problems.add(f"{unrewarded.file}, columns", missing_actions_problem(unrewarded), f"Add them, or {alternative}")

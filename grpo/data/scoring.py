@@ -150,8 +150,7 @@ def validate_rewards(name: str, values: Any, count: int) -> list[float | None]:
 
 
 def is_called_by_keyword(function: Callable[..., Any]) -> bool:
-    """Whether a user's function is called by keyword alone, as in TRL. If the name of its first argument is not one of
-    TRL's, it gets the completions by position."""
+    """Whether a user's function is called by keyword alone, as in TRL; else it gets the completions by position."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # A function built into Python may have no signature.

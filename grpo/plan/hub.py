@@ -168,8 +168,7 @@ def download_problem(model_id: str, error: BaseException) -> tuple[str, str]:
 
 
 def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
-    """Download config, tokenizer and template of a Hub model, some 28 MB, or use the cache if the Hub is unreachable.
-    Returns their folder; None after a problem."""
+    """The folder with a Hub model's config, tokenizer and template, downloaded or cached; None after a problem."""
     try:
         from huggingface_hub import snapshot_download  # The package may be missing.
 
@@ -200,8 +199,7 @@ def downloaded_gib(files: ModelFiles) -> float:
 
 
 def checkpoint_gib(config: ModelConfig) -> float:
-    """Size of the weights of a checkpoint with this config.json in GiB, whether it was downloaded or not; for
-    gpt-oss-20b and 120b it equals the size in their index to the byte."""
+    """GiB of the weights of a checkpoint with this config.json: for gpt-oss-20b and 120b to the byte of their index."""
     size = count_parameters(config)["total"] * 2 / GIB
     if has_mxfp4(config):
         size += packed_gib(config) - expert_elements(config) * config["num_hidden_layers"] * 2 / GIB

@@ -15,8 +15,7 @@ from grpo.settings import FIELDS, show
 
 
 def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
-    """The whole text: the settings that are not at their defaults (`every_setting`: all settings) with unit and source,
-    then sizes and choices with their reasons, then warnings."""
+    """The settings that are not at their defaults, or `every_setting`; sizes and choices with reasons; warnings."""
     lines = ["Settings" if every_setting else "Settings that are not at their defaults (`--check` shows all of them)"]
     for name, spec in FIELDS.items():
         value, source = getattr(resolved.settings, name), resolved.sources[name]

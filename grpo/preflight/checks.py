@@ -124,8 +124,7 @@ def check_direct(
     settings: Settings, names: Sequence[str], rows: Sequence[Row], tokenizer: Path | None, problems: Problems
 ) -> None:
     """Checks for DIRECT_ANSWERS that no steps share a rollout, that every row has the reward of each action, that the
-    reward functions `names` depend on nothing else, and that each action is one token of `tokenizer`, if there is one.
-    """
+    reward functions `names` depend on nothing else, and that each action is one token of `tokenizer`, if any."""
     if not settings.DIRECT_ANSWERS:
         return
     otherwise = "or set DIRECT_ANSWERS=0"
@@ -277,8 +276,7 @@ def merge_rank_problems(resolved: ResolvedRun, problems: Problems) -> Problems:
 
 
 def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
-    """Checks that settings, packages, machine and rows go together, and that the reward functions can score the rows.
-    Returns the warning of `check_rewards`, or None."""
+    """Checks that settings, packages, machine, rows and reward functions go together. Returns a warning or None."""
     settings, machine, use_vllm = resolved.settings, resolved.machine, resolved.use_vllm
     check_packages(settings, resolved.versions, problems, use_vllm)
     check_trackers(settings, problems)

@@ -189,8 +189,7 @@ def choose_exact_loop(settings: Settings, exact: bool, reason: str, parameters: 
 
 
 def choose_best_by(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
-    """(BEST_BY, reason); BEST_BY is empty if nothing is measured. `heldout` is the number of held-out rows,
-    `closed_loop` whether the task's simulator runs."""
+    """(BEST_BY or, if nothing is measured, '', reason). `closed_loop`: whether the task's simulator runs."""
     if not settings.EVAL_SAMPLES:
         return "", "EVAL_SAMPLES=0"
     if not heldout:

@@ -120,8 +120,7 @@ class ResolvedRun(Facts):
 
 
 def resolve_steps(settings: Settings, sources: Mapping[str, str], rows: int, problems: Problems) -> tuple[int, str]:
-    """(steps of the whole run, reason), given the number of training `rows`. If NUM_TRAIN_EPOCHS and
-    TOTAL_STEPS are both set, that is a problem, and TOTAL_STEPS counts."""
+    """(steps of the whole run, reason) for this number of training `rows`. Adds a problem if the user set both."""
     total, epochs, prompts = settings.TOTAL_STEPS, settings.NUM_TRAIN_EPOCHS, settings.PROMPTS_PER_STEP
     if epochs is None or not rows:
         return total, "TOTAL_STEPS"

@@ -88,8 +88,7 @@ FILES_WITH_PATHS = ("training.log", "adapter_config.json", "report.html")  # The
 
 
 def without_paths(folder: Path, text: str) -> str:
-    """A text of the run in `folder` without the paths of this machine: OUTPUT_DIR becomes its name, the project `.`,
-    Python's folder `python`, the home folder `~`."""
+    """A text of the run in `folder` without this machine's paths to OUTPUT_DIR, the project, Python and the home."""
     replacements = {str(folder): folder.name, str(ROOT): ".", sys.prefix: "python"}
     if (home := os.path.expanduser("~")) != "/":
         replacements[home] = "~"

@@ -65,8 +65,7 @@ class CsvLog:
             raise ValueError(f"{columns}: finish the run with the version that began it")
 
     def write(self, rows: Iterable[Mapping[str, Cell]]) -> None:
-        """Appends rows. In a row with a carriage return every cell is quoted: Python's writer does not quote a cell for
-        that alone, and the row would be read back as two."""
+        """Appends rows. A row with a carriage return is quoted, as Python's writer does not: it would read as two."""
         text = io.StringIO(newline="")
         plain = csv.writer(text, lineterminator="\n")
         quoted = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
@@ -208,9 +207,8 @@ class RunLog:
         expected_share: float | None = None,
     ) -> None:
         """Writes a step's N completions with their weighted rewards in `totals` (N,) and the `scores` of the F reward
-        functions (N, F), and keeps their rates for `write_step`. `zero_std_fraction`: the share of groups that teach
-        nothing; `expected_share`: of completions that learn from their expected reward, None without EXPECTED_REWARD.
-        """
+        functions (N, F), and keeps their rates for `write_step`. `zero_std_fraction`: share of groups that teach
+        nothing; `expected_share`: that of completions with an expected reward, None without EXPECTED_REWARD."""
         self.completions.write(
             {
                 "step": step,
