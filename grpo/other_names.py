@@ -59,8 +59,7 @@ ADVICE = {
     "set MAX_PROMPT_LEN and MAX_COMPLETION_LEN, whose sum it is, in tokens":
         "MAX_SEQ_LENGTH MAX_SEQ_LEN MAX_LENGTH MAX_MODEL_LEN SEQUENCE_LEN CUTOFF_LEN VLLM_MAX_MODEL_LENGTH",
     "set WARMUP_STEPS to {} x TOTAL_STEPS": "WARMUP_RATIO LR_WARMUP_STEPS_RATIO",
-    "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 for none":
-        "QUANTIZATION LOAD_IN_4BIT LOAD_IN_8BIT",
+    "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 for none": "QUANTIZATION LOAD_IN_4BIT LOAD_IN_8BIT",
     "leave it out: the same command continues from the last checkpoint in OUTPUT_DIR":
         "RESUME_FROM_CHECKPOINT RESUME_FROM RESUME_MODE",
     "set OVERWRITE=1, which deletes the run that is there": "OVERWRITE_OUTPUT_DIR",

@@ -41,8 +41,7 @@ def tree_of(path: Path) -> ast.Module:
 def imports(path: Path, top: bool = False) -> Iterator[tuple[int, str]]:
     """(line, module) of every import of a file, with `top` only of those outside functions.
 
-    `from grpo.data import files` imports grpo.data.files.
-    """
+    `from grpo.data import files` imports grpo.data.files."""
     functions = [node for node in ast.walk(tree_of(path)) if top and isinstance(node, FUNCTIONS)]
     inside = {node for function in functions for node in ast.walk(function)}
     for node in set(ast.walk(tree_of(path))) - inside:

@@ -239,9 +239,7 @@ def read_file(
 ) -> list[Row]:
     """The rows of a file or data set, whose table `read` returns; an empty list after a problem.
 
-    docs/data.md describes the columns. `system` is the default system message. If `rewards` is false, the reward
-    columns are not read as numbers.
-    """
+    docs/data.md describes the columns. `system` is the default system message. Without `rewards` none are read."""
     new_problems = Problems()
     try:
         header, records = read(new_problems)

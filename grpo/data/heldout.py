@@ -65,8 +65,7 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     out: all whose hash lies below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. Below LEAST_GROUPS
     groups none is held out; from there on, rows added to DATA hold out no group that was trained on before, because a
     group can only move back in this order. At most MOST_HELD_OUT held-out rows are evaluated, and none whose prompt is
-    in a training row as well.
-    """
+    in a training row as well."""
     if not share:
         return Split(list(rows), [], "EVAL_SHARE=0: all rows of DATA are training rows")
     keys = [group_of(row) for row in rows]

@@ -231,9 +231,7 @@ def score(
     """Calls each function once. Returns the rewards by completion and function (N, F), NaN for None. Raises
     RewardError.
 
-    `ids` are the completions' tokens. `columns` are the names of all columns; for one that a row lacks, functions get
-    None.
-    """
+    `ids` are the completions' tokens, `columns` the names of all columns; a row that lacks one has None there."""
     cells = [reward_columns(completion.row) for completion in completions]
     turns = [completion.turn for completion in completions]
 

@@ -89,8 +89,7 @@ class ResolvedRun(Facts):
 
     `settings` hold the chosen AUTO_SETTINGS and TOTAL_STEPS, the shape of INIT_ADAPTER, and DIRECT_SETTINGS with
     DIRECT_ANSWERS. In this form they are recorded, and compared when a run continues. `reasons` says why each
-    value was chosen, by the name of its field here or of its setting in lower case.
-    """
+    value was chosen, by the name of its field here or of its setting in lower case."""
 
     settings: Settings
     reasons: Mapping[str, str]

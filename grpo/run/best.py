@@ -68,8 +68,7 @@ def keep_best(
 
     `values`: `step` and the columns measured after that step; `base`: those of the base model; `measured`: the
     conditions of the measurement, and if a resumed run changes them, the choice begins again; `save` writes the adapter
-    and its card into a new folder.
-    """
+    and its card into a new folder."""
     column = FIGURES[best_by]
     if values.get(column) is None or base.get(column) is None:
         return {}
