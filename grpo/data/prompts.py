@@ -59,8 +59,7 @@ def answer_of(row: Row, direct: bool = False) -> str | None:
 def render(template: str, messages: Messages, effort: str, date: str) -> str:
     """A conversation rendered by a Hugging Face chat template, up to where the assistant begins.
 
-    The result equals that of transformers (a test compares them), but this function does not import torch. gpt-oss's
-    template writes today's date; here it writes `date`, so that a prompt never changes."""
+    It equals what transformers renders, without torch, and has `date` in place of today's, so that it never changes."""
     conversation = [{"role": role, "content": text} for role, text in messages]
     compiled = compile_template(template, date)
     return compiled.render(messages=conversation, reasoning_effort=effort, add_generation_prompt=True)

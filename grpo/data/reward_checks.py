@@ -142,8 +142,7 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
     """The weighted rewards of GARBAGE and of every action in a sample of rows, NaN where a function returns None.
 
     Rows without actions get the answers [0] and [1]. Each function is called once, as in training, with token ids of
-    `tokenizer`, a tokenizer.json: here a mistake costs a second, in a run an hour. Raises RewardError if a
-    function raises something or returns no rewards."""
+    `tokenizer`, a tokenizer.json: here a mistake costs a second, in a run an hour. Raises RewardError."""
     if not rows:
         return []
     sample = sample_rows(rows)

@@ -119,8 +119,7 @@ def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: boo
 def read_completions(
     tokenizer: Any, stops: Sequence[int], rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]
 ) -> list[Completion]:
-    """Decode the completions of `rows`, with their special tokens and without. `tokenizer` is one of transformers,
-    whose type is not named because this module does not import it.
+    """Decodes the completions of `rows`, with special tokens and without, by a tokenizer of transformers.
 
     A completion is truncated if its last token is neither in `stops` nor padding: TRL's rule for its clipped ratio."""
     ends = {*stops, tokenizer.pad_token_id}
@@ -228,8 +227,7 @@ def score(
     log_extra: Callable[..., None] = log_nothing,
     log_metric: Callable[..., None] = log_nothing,
 ) -> list[list[float]]:
-    """Calls each function once. Returns the rewards by completion and function (N, F), NaN for None. Raises
-    RewardError.
+    """Calls each function once. Returns the rewards by completion and function (N, F), NaN for None.
 
     `ids` are the completions' tokens, `columns` the names of all columns; a row that lacks one has None there."""
     cells = [reward_columns(completion.row) for completion in completions]

@@ -149,8 +149,7 @@ def check_direct(
 
 def check_top_p(settings: Settings, use_vllm: bool, problems: Problems) -> None:
     """Checks that vLLM's log-probs are comparable with the learner's. With TOP_P below 1 vLLM renormalizes its own over
-    the nucleus, so that every importance ratio is off by the nucleus's probability
-    (https://github.com/huggingface/trl/issues/6789)."""
+    the nucleus, whose probability is then missing in each ratio (https://github.com/huggingface/trl/issues/6789)."""
     shares = settings.steps_per_rollout > 1
     if settings.TOP_P < 1 and use_vllm and (shares or settings.IS_CORRECTION != "none"):
         fault = (

@@ -148,8 +148,7 @@ def choose_exact(
     opens_channel: bool = False,
     has_rewards: bool = True,
 ) -> tuple[bool, str]:
-    """(whether held-out rows are evaluated exactly, reason). Exact evaluation computes the probabilities of all answers
-    instead of sampling some.
+    """(whether held-out rows are evaluated exactly, by the probabilities of all answers instead of samples, reason).
 
     `parameters`: the model's; `why_sampled`: that of the task's SimulationPlan; `opens_channel`: whether a prompt ends
     inside the answer's channel; `has_rewards`: whether every row has the rewards of its actions."""

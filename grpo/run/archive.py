@@ -42,9 +42,8 @@ tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
 
 
 def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer: str = ".") -> str:
-    """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
-    `functions`: its reward functions, empty for an adapter of scripts/sft.py; `note`: the card's first paragraph;
-    `tokenizer`: the tokenizer's folder, relative to the card's."""
+    """README.md of an adapter after `step` steps (https://huggingface.co/docs/hub/model-cards). `functions`: its reward
+    functions, empty for scripts/sft.py; `note`: its first paragraph; `tokenizer`: a folder, relative to the card's."""
     base, local = base_model_name(s)
     base_model = "" if local else f"\nbase_model: {base}"
     path_note = " and with the path of the base model's folder" if local else ""
