@@ -47,7 +47,6 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     if machine.ranks > 1:
         yield "processes", processes_text(resolved)
     yield "length", f"{length}: {reasons['total_steps']}"
-    run = resolved.run
     yield from reward_lines(resolved)
     if s.INIT_ADAPTER:
         shape = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
@@ -68,7 +67,7 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
         activations = "recomputed" if s.GRADIENT_CHECKPOINTING else "kept"
         yield "activations", f"{activations}: {reasons['gradient_checkpointing']}"
         yield from memory_lines(resolved.plan, machine, s.DIRECT_ANSWERS)
-    yield "OUTPUT_DIR", f"{run.folder}: {output_dir_text(resolved)}"
+    yield "OUTPUT_DIR", f"{resolved.run.folder}: {output_dir_text(resolved)}"
 
 
 def reward_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
