@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.ending import run_script
 from grpo.settings import ROOT, parse_assignment
 
+RECIPE = ("seconds", "steps", "windows", "probe_windows")  # Fields of a scale's recipe that options change.
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -49,6 +51,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", type=Path, help="folder with tokenizer.json")
     add("--warmup-seconds", type=float, dest="seconds", help="budget of the warm-up (default: the scale's)")
     add("--warmup-steps", type=int, dest="steps", help="budget in steps (default: the scale's)")
+    add("--windows", type=int, help="windows of the warm-up's rows, 40 rows each")
+    add("--probe-windows", type=int, help="windows of the rows on which the warm-up is measured")
     add("--seed", type=int, default=0, help="seed of weights and warm-up (default %(default)s)")
     text = "a setting of train_grpo.py"
     add("--set", type=parse_assignment, action="append", default=[], metavar="NAME=VALUE", help=text)
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from grpo.measure.proof import prove
     from grpo.measure.proof_data import SCALES, reasoning
 
-    changes = {name: value for name in ("seconds", "steps") if (value := getattr(options, name)) is not None}
+    changes = {name: value for name in RECIPE if (value := getattr(options, name)) is not None}
     scale = reasoning(SCALES[options.scale]) if options.reason else SCALES[options.scale]
     return prove(options, replace(scale, recipe=replace(scale.recipe, **changes)))
 
