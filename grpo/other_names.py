@@ -85,8 +85,7 @@ UNSUPPORTED = {
     "it was removed, the same command always continues the run, and OVERWRITE=1 starts again": "RESUME",
     "the loss is that of LOSS_TYPE with TRL's defaults": "DELTA ENTROPY_COEF ENTROPY_COEFF",
     "rewards are functions, there is no reward model (docs/data.md)": "REWARD_MODEL REWARD_MODEL_NAME_OR_PATH",
-    "the optimizer is torch's AdamW with betas of 0.9 and 0.999":
-        "OPTIM OPTIMIZER ADAM_BETA1 ADAM_BETA2 ADAM_EPSILON",
+    "the optimizer is torch's AdamW with betas of 0.9 and 0.999": "OPTIM OPTIMIZER ADAM_BETA1 ADAM_BETA2 ADAM_EPSILON",
     "what is trained is a plain LoRA adapter on LORA_TARGETS (all weights: docs/verl.md)":
         "USE_PEFT FULL_FINETUNING LORA_MODULES_TO_SAVE USE_RSLORA USE_DORA",
     "every process holds the whole model (docs/clusters.md)":
