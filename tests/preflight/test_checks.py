@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import types
 
 import pytest
-from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
-from machines import CPU, H100, LARGE_CONFIG, only, plan_inputs
+from conftest import RENDERED, ROOT, run_script, write_csv
+from machines import CPU, H100, LARGE_CONFIG, only, plan_inputs, resolved_run
 
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import plan_memory
@@ -116,13 +117,8 @@ def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, 
 
 @pytest.fixture
 def tiny_run(tmp_path):
-    """Resolves a run of the tiny model's demo, of 783 training rows and 8 prompts a step."""
-
-    def resolved(machine=CPU, **environ):
-        settings = {"MODEL_ID": "tiny", "OUTPUT_DIR": tmp_path / "run", "EVAL_SAMPLES": 0} | environ
-        return checks.preflight(CLEAN | {name: str(value) for name, value in settings.items()}, machine)
-
-    return resolved
+    """Resolves a run without evaluations, unless EVAL_SAMPLES is set."""
+    return functools.partial(resolved_run, tmp_path / "run", EVAL_SAMPLES=0)
 
 
 def test_every_choice_has_its_reason_and_what_was_set_is_not_changed(tmp_path):

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
-from conftest import CLEAN, RENDERED, ROOT, write_csv
-from machines import CPU, H100, only
+from conftest import RENDERED, ROOT, write_csv
+from machines import CPU, H100, only, resolved_run
 
 from grpo.data.files import Row
 from grpo.data.prompts import ANSWER_BEFORE, answer_of, open_answer
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.preflight.banner import banner
-from grpo.preflight.checks import preflight
 from grpo.settings import Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
@@ -22,12 +23,7 @@ START = "<|start|>assistant"
 @pytest.fixture
 def direct_run(tmp_path):
     """Resolves a run with DIRECT_ANSWERS on the demo's data."""
-
-    def resolved(machine=CPU, **settings):
-        environ = {"MODEL_ID": "tiny", "DIRECT_ANSWERS": 1, "OUTPUT_DIR": tmp_path / "run"} | settings
-        return preflight(CLEAN | {name: str(value) for name, value in environ.items()}, machine)
-
-    return resolved
+    return functools.partial(resolved_run, tmp_path / "run", DIRECT_ANSWERS=1)
 
 
 REFUSED = [
