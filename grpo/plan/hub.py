@@ -126,13 +126,12 @@ def find_draft(folder: str, config: ModelConfig | None, problems: Problems) -> D
     where, fix = f"DRAFT_MODEL={folder}", "Name the folder of an EAGLE-3 draft for this model, or unset it"
     try:
         draft = read_json(Path(folder) / "config.json")
+        shape = draft.get("transformer_layer_config", draft)
+        fault = type_fault(shape, dict, "transformer_layer_config")
+        if fault := fault or type_fault(shape.get("num_hidden_layers", 1), int, "num_hidden_layers"):
+            raise ValueError(fault)
     except (OSError, ValueError) as error:
         problems.add(where, one_line(str(error), 500), fix)
-        return None
-    shape = draft.get("transformer_layer_config", draft)
-    fault = type_fault(shape, dict, "transformer_layer_config")
-    if fault := fault or type_fault(shape.get("num_hidden_layers", 1), int, "num_hidden_layers"):
-        problems.add(where, fault, fix)
         return None
     # A draft with other heads for keys and values would give each layer of the model a block table of its own
     # (vllm/v1/core/kv_cache_utils.py).
