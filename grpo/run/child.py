@@ -94,7 +94,7 @@ def run_child(
     """Runs a program with this process's environment and `environ`, and returns its exit code, 128 + N where signal N
     ended it. `output`: the file for the program's output, None for the terminal.
 
-    After a signal to this process it raises SystemExit, so that the caller starts nothing else."""
+    After a signal to this process it raises SystemExit, with the child's code unless 0: nothing else is started."""
     with forwarding_signals():
         if _received:
             raise SystemExit(128 + _received[0])
