@@ -69,10 +69,18 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 @contextlib.contextmanager
 def delaying_signals() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP that the main thread, which must enter the block, receives inside it take effect at
-    its end. Blocking them by a mask would not do: another thread of torch's would receive them."""
+    its end. Blocking them by a mask would not do: another thread of torch's would receive them. In a process that is
+    forked inside the block they take effect at once: it never reaches the block's end."""
     received: list[int] = []
+    own_pid = os.getpid()
+
+    def delay(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own_pid:
+            os._exit(128 + number)
+        received.append(number)
+
     try:
-        with handling_signals(lambda number, frame: received.append(number)):
+        with handling_signals(delay):
             yield
     finally:
         for number in received:
