@@ -67,9 +67,11 @@ def test_named_settings_are_settings(page):
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*CURRENT, ROOT / "scripts/reliability.toml"], ids=lambda p: p.name)
 def test_options_in_commands_exist(page):
-    code = "".join(FENCE.findall(page.read_text(encoding="utf-8"))).replace("\\\n", " ")
+    code = page.read_text(encoding="utf-8").replace("\n    ", " ")  # The .toml indents a command's further lines.
+    if page.suffix == ".md":
+        code = "".join(FENCE.findall(page.read_text(encoding="utf-8"))).replace("\\\n", " ")
     for script, arguments in re.findall(r"((?:scripts/[\w/]+|train_grpo)\.(?:py|sh))((?: [^#\n]*)?)", code):
         text = (ROOT / script).read_text(encoding="utf-8")
         options = re.findall(r"(?<=\s)--[a-z][\w-]*", arguments) if script != "scripts/torchrun.sh" else []

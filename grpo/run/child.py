@@ -39,9 +39,8 @@ def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterat
 
 @contextlib.contextmanager
 def forwarding_signals() -> Iterator[None]:
-    """Inside the block SIGINT, SIGTERM and SIGHUP are forwarded to the child programs, and this process waits until
-    they have ended. Only the main thread can catch signals: enter a block there before other threads call
-    `run_child`."""
+    """Inside the block SIGINT, SIGTERM and SIGHUP are forwarded to the child programs, and this process waits for them.
+    Only the main thread can catch signals: enter a block there before other threads call `run_child`."""
     global _forwarding
     if _forwarding or threading.current_thread() is not threading.main_thread():
         yield
@@ -103,14 +102,11 @@ def run_child(
     """Runs a program with this process's environment and `environ`, and returns its exit code, 128 + N where signal N
     ended it. `output`: the file for the program's output, None for the terminal.
 
-    After a signal to this process it raises SystemExit, with the child's exit code if that is not 0, so that the caller
-    starts nothing else.
-    """
+    After a signal to this process it raises SystemExit, with the child's code unless 0: nothing else is started."""
     with forwarding_signals():
         if _received:
             raise SystemExit(128 + _received[0])
-        # The child has a process group of its own, so that the terminal's Ctrl-C reaches it once, forwarded from here:
-        # a second SIGINT would end it at once.
+        # A process group of its own, so that Ctrl-C reaches the child once, from here: a second one ends it at once.
         child = subprocess.Popen(
             command,
             env=os.environ | environ,
