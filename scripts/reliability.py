@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill and interrupt every program of the project: nothing may be lost, be silently wrong, or stay behind.
 
-    python scripts/reliability.py --out all.json --jobs 24                 # in about 15 minutes of 32 cores
+    python scripts/reliability.py --out all.json --jobs 24
     python scripts/reliability.py --part kills --only sft export --size 5 --out few.json
     python scripts/reliability.py --part kills --only sft/13 --out one.json   # case 13 again
     python scripts/reliability.py --jobs 24 --minutes 8 --out some.json    # no case begins later
