@@ -105,8 +105,7 @@ def reward_rows(columns: Mapping[str, Column], prefix: str = "reward_action") ->
     return [[float(value) for value in row if value is not None] for row in rows]
 
 
-# The unit of `regret`, and the temperature of the softmax over q_action_k that make_dataset.py writes as
-# reward_action_k: 0.3 kg CO2 in the TES plant.
+# The unit of `regret`, and the temperature of make_dataset.py's softmax over q_action_k: 0.3 kg CO2 in the TES plant.
 TEMPERATURE = 0.05
 SMALLEST_REWARD = 5e-9  # A smaller reward_action_k is rounded to 0 in a file with eight decimals.
 SHORTFALL = 2.0  # A difference in q: in the TES plant 12 kg CO2, the cost of 1.2 kWh of unserved load.
@@ -134,8 +133,7 @@ def _scores(
     """The reward of each completion's action in its row, or `invalid` if it names no action. With `invalid` None this
     is the worst action's reward minus a tenth of the row's range (0.1 if all are equal): not answering never pays.
 
-    A completion that is `truncated` by MAX_COMPLETION_LEN names no action: a policy would learn to write on after the
-    action if that cost nothing."""
+    A `truncated` completion names no action: a policy would learn to write on after it if that cost nothing."""
     scores = []
     truncated = columns.get("truncated", [False] * len(completions))
     for text, row, cut in zip(completions, rows, truncated, strict=True):
@@ -388,8 +386,7 @@ def score_answers(
 
 
 def mean_of_known(values: Sequence[float | None], clusters: Sequence[Hashable] | None = None) -> dict[str, float]:
-    """Mean of the values (N,) that are not None, with a 95% interval over them or their `clusters`. Raises ValueError
-    if all are None."""
+    """Mean of the values (N,) that are not None, with its `confidence_interval`. Raises ValueError if all are None."""
     pairs = zip(values, clusters or range(len(values)), strict=True)
     known = [(value, cluster) for value, cluster in pairs if value is not None]
     kept = [value for value, _ in known]

@@ -96,9 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_and_run(ranks: Ranks, only_check: bool) -> int:
-    """Locks OUTPUT_DIR against other runs, checks the input, and starts the run unless a rank has a problem or
-    `only_check` is set, which also needs no lock. Returns the exit code. A start that is refused leaves nothing behind,
-    not even the lock file."""
+    """Locks OUTPUT_DIR, checks the input, and starts the run unless a rank has a problem or `only_check` is set, which
+    needs no lock. Returns the exit code. A start that is refused leaves nothing behind, not even the lock file."""
     lock, problem, code = None, None, 2
     if not (only_check or ranks.rank):
         lock, problem = lock_output_dir(os.environ)
@@ -123,8 +122,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
 
 
 def launch(resolved: ResolvedRun) -> int:
-    """Download the model's weights, make OUTPUT_DIR ready, then train. Returns the run's exit code, after a failure
-    too. Raises RankLost if another process ended."""
+    """Downloads the weights, makes OUTPUT_DIR ready, trains. Returns the exit code, raises RankLost."""
     with Phase("importing torch and transformers"):  # Heavy imports wait until the preflight has passed.
         from grpo.model.load import unseen_gpu
 
@@ -185,9 +183,9 @@ def train(resolved: ResolvedRun) -> int:
         s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks, looked_up=resolved.looked_up
     )
     options = grpo_options(s, torch.cuda.is_available(), specs, resolved.scale_rewards, resolved.epsilon_high)
-    # Only rank 0 writes into OUTPUT_DIR.
-    output_dir = scratch_folder() if ranks.rank else folder
-    if ranks.rank:
+    output_dir = folder
+    if ranks.rank:  # Only rank 0 writes into OUTPUT_DIR.
+        output_dir = scratch_folder()
         options |= {"output_dir": str(output_dir), "report_to": "none"}
     progress = Progress(resolved)
     trainer = Trainer(
@@ -241,8 +239,7 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> int:
 
 
 def write_report_and_zip(folder: Path) -> Path:
-    """Writes the run's report, then the zip of OUTPUT_DIR, and returns the zip's path. An error in the report is only
-    logged: it must not fail the run."""
+    """Writes the report and the zip of OUTPUT_DIR; returns the zip's path. An error in the report is only logged."""
     with Phase("writing the report and the zip") as phase:
         try:
             # Imported here, so that without matplotlib or jinja2 only the report is missing.

@@ -59,8 +59,7 @@ ADVICE = {
     "set MAX_PROMPT_LEN and MAX_COMPLETION_LEN, whose sum it is, in tokens":
         "MAX_SEQ_LENGTH MAX_SEQ_LEN MAX_LENGTH MAX_MODEL_LEN SEQUENCE_LEN CUTOFF_LEN VLLM_MAX_MODEL_LENGTH",
     "set WARMUP_STEPS to {} x TOTAL_STEPS": "WARMUP_RATIO LR_WARMUP_STEPS_RATIO",
-    "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 for none":
-        "QUANTIZATION LOAD_IN_4BIT LOAD_IN_8BIT",
+    "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 for none": "QUANTIZATION LOAD_IN_4BIT LOAD_IN_8BIT",
     "leave it out: the same command continues from the last checkpoint in OUTPUT_DIR":
         "RESUME_FROM_CHECKPOINT RESUME_FROM RESUME_MODE",
     "set OVERWRITE=1, which deletes the run that is there": "OVERWRITE_OUTPUT_DIR",
@@ -86,8 +85,7 @@ UNSUPPORTED = {
     "it was removed, the same command always continues the run, and OVERWRITE=1 starts again": "RESUME",
     "the loss is that of LOSS_TYPE with TRL's defaults": "DELTA ENTROPY_COEF ENTROPY_COEFF",
     "rewards are functions, there is no reward model (docs/data.md)": "REWARD_MODEL REWARD_MODEL_NAME_OR_PATH",
-    "the optimizer is torch's AdamW with betas of 0.9 and 0.999":
-        "OPTIM OPTIMIZER ADAM_BETA1 ADAM_BETA2 ADAM_EPSILON",
+    "the optimizer is torch's AdamW with betas of 0.9 and 0.999": "OPTIM OPTIMIZER ADAM_BETA1 ADAM_BETA2 ADAM_EPSILON",
     "what is trained is a plain LoRA adapter on LORA_TARGETS (all weights: docs/verl.md)":
         "USE_PEFT FULL_FINETUNING LORA_MODULES_TO_SAVE USE_RSLORA USE_DORA",
     "every process holds the whole model (docs/clusters.md)":

@@ -24,8 +24,7 @@ class Phase:
     """A piece of work, used in a `with`. Count what is finished in `done`; the last line says `result`.
 
     Phases inside another one only add to its lines: `closed loop, base model, decision 4 of 30, 12 s`. `first_s` is for
-    work that is mostly short: there are no lines at begin and end, and the first one comes after so many seconds.
-    """
+    work that is mostly short: there are no lines at begin and end, and the first one comes after so many seconds."""
 
     active: list[Phase] = []  # the phases that have not ended, outermost first
 

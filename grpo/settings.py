@@ -150,8 +150,7 @@ def nearest_setting(variable: str) -> str | None:
     """The setting that an environment variable was probably meant to be, or None for another program's variable.
 
     It may differ from the setting's name in case, in underscores, or by a final S. Settings of more than four letters
-    are also found by similarity; shorter ones are not, because `SPEED` is not `SEED`.
-    """
+    are also found by similarity; shorter ones are not, because `SPEED` is not `SEED`."""
     name = canonical_name(variable)
     spellings = {spelling: known for known in FIELDS for spelling in (known.replace("_", ""), f"{known}S")}
     similar = difflib.get_close_matches(name, [known for known in FIELDS if len(known) > 4], 1, cutoff=0.83)

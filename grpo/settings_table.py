@@ -34,8 +34,7 @@ def setting(
 
     `metadata` may hold `tiny`, the default for `MODEL_ID=tiny` if that differs; `resume`, whether the setting may
     change when a run is resumed; the limits `low` and `high` (inclusive), `above` and `choices`; `date` for a day;
-    `nan` if NaN is accepted; and `path` for a file or folder.
-    """
+    `nan` if NaN is accepted; and `path` for a file or folder."""
     return field(default=default, metadata={"group": group, "unit": unit, "text": text, "tiny": None, **metadata})
 
 
@@ -134,8 +133,7 @@ class Settings:
         "The most of the whole GPU that vLLM may take while awake; `auto` plans it from one step's key-value cache "
         "and the free memory.")
     VLLM_EAGER: bool = setting("Rollouts", False, resume=True, text=
-        "Run vLLM without compilation and CUDA graphs: a first start is faster, generation ten times "
-        "slower.")
+        "Run vLLM without compilation and CUDA graphs: a first start is faster, generation ten times slower.")
     DRAFT_MODEL: str = setting("Rollouts", "", path=True, resume=True, text=
         "Folder of an EAGLE-3 draft, with which vLLM guesses tokens; samples and log-probs stay the model's. Empty: no "
         "draft (docs/rollouts.md).")

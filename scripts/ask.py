@@ -28,7 +28,6 @@ from grpo.settings import InputError, in_range
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with code 2 on a wrong one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", type=Path, metavar="RUN_OR_ADAPTER", help="folder of the adapter")
     parser.add_argument("prompt", nargs="?", help="the user's message, or a conversation rendered in Harmony")
@@ -45,7 +44,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
     args = parse_args(argv)
     try:
         if args.serve:

@@ -43,14 +43,13 @@ import train_grpo
 from grpo.run.ending import run_script
 from grpo.settings import FIELDS, parse_assignment, reflow
 
-RUN = "OUTPUT_DIR of the runs; deleted first (default %(default)s)"
-
 
 def add_command(commands: argparse._SubParsersAction, name: str, text: str, model: bool) -> argparse.ArgumentParser:
     """Adds a command with the options that commands share; with `model` also those of a checkpoint on a GPU."""
     command = commands.add_parser(name, help=text)
     command.add_argument("--out", required=True, help="JSON to write")
-    command.add_argument("--run", default=f"runs/bench-{name}", help=RUN)
+    text = "OUTPUT_DIR of the runs; deleted first (default %(default)s)"
+    command.add_argument("--run", default=f"runs/bench-{name}", help=text)
     settings = {"type": parse_assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
     command.add_argument("--set", help="a setting of the runs", **settings)
     command.add_argument("--child", help=argparse.SUPPRESS)
@@ -70,13 +69,13 @@ def parse_args() -> argparse.Namespace:
     many = add_command(commands, "many", "the same step on 1, 2, ... GPUs", True)
     many.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="numbers of GPUs (default 1 2)")
     many.add_argument("--prompts", type=int, default=12, help="prompts of one GPU's step (default %(default)s)")
+    many.add_argument("--resume", action="store_true", help="reuse the runs that have ended with these options")
     demo = add_command(commands, "demo", "the demo on ten seeds, on the CPU", False)
     demo.add_argument("--figure", help="PNG to write (default: none)")
     demo.add_argument("--seeds", type=int, default=10, help="number of seeds, from 1 on (default %(default)s)")
     demo.add_argument("--jobs", type=int, default=2, help="seeds side by side (default %(default)s)")
     faults = add_command(commands, "faults", "kills, full memory and a dying engine in each phase of a step", True)
     faults.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="only these faults, in this order")
-    many.add_argument("--resume", action="store_true", help="reuse the runs that have ended with these options")
     options = parser.parse_args()
     if unknown := [name for name, _ in options.set if name not in FIELDS]:
         parser.error(f"{', '.join(unknown)}: no setting has this name (docs/settings.md)")

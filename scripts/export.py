@@ -34,15 +34,13 @@ from grpo.settings import format_exception
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with code 2 on a wrong one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", type=Path, metavar="RUN_DIR", help="folder of the adapter")
     parser.add_argument("--to", choices=("mxfp4", "bf16"), default="mxfp4", help="format of the model (default mxfp4)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the merged model to this new folder")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: what the run or the adapter names)")
-    parser.add_argument(
-        "--push", metavar="REPO", help="upload it to this repository of the Hub; without --out: the adapter"
-    )
+    text = "upload it to this repository of the Hub; without --out: the adapter"
+    parser.add_argument("--push", metavar="REPO", help=text)
     args = parser.parse_args(argv)
     if not args.out and not args.push:
         parser.error("give --out DIR, or --push REPO, or both")
@@ -50,7 +48,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
     args = parse_args(argv)
     try:
         if args.push:

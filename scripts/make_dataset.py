@@ -23,7 +23,7 @@ from grpo.tasks.tes.profiles import cut_windows
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with code 2 on a wrong one. `own` holds those options of --profile that are set."""
+    """Reads the command line; `own` holds those options of --profile that are set."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--profile", nargs="+", metavar="CSV", help="your own hourly profiles, not synthetic days")
     parser.add_argument("--out", metavar="DIR", help="where the files are (default data/; required with --profile)")
@@ -31,16 +31,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", choices=prompts, help=about)
     seed = in_range(0, 2**32 - 1, int)
     parser.add_argument("--seed", type=seed, default=dataset.SEED, help="random seed (default %(default)s)")
-    group = parser.add_argument_group("with --profile")
+    add = parser.add_argument_group("with --profile").add_argument
     own = [
-        group.add_argument(
-            "--explore", type=in_range(0, 1), metavar="P", help="share of random actions (default 0.25)"
-        ),
-        group.add_argument("--trajectories", type=in_range(1, 1000, int), metavar="N", help="per window (default 1)"),
-        group.add_argument("--short-share", type=in_range(0, 0.9), metavar="S", help="least share of short hours"),
-        group.add_argument(
-            "--vary", type=in_range(1, 10), metavar="F", help="further trajectories get loads x 1/F to F"
-        ),
+        add("--explore", type=in_range(0, 1), metavar="P", help="share of random actions (default 0.25)"),
+        add("--trajectories", type=in_range(1, 1000, int), metavar="N", help="per window (default 1)"),
+        add("--short-share", type=in_range(0, 0.9), metavar="S", help="least share of short hours"),
+        add("--vary", type=in_range(1, 10), metavar="F", help="further trajectories get loads x 1/F to F"),
     ]
     args = parser.parse_args(argv)
     args.own = {action.dest: value for action in own if (value := getattr(args, action.dest)) is not None}
@@ -70,7 +66,6 @@ def make(args: argparse.Namespace) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
     args = parse_args(argv)
     out = Path(args.out) if args.out else dataset.DATA_DIR
     try:

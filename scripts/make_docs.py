@@ -22,6 +22,7 @@ from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import Machine
 from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.preflight.resolve import resolve_checkpointing, resolve_experts
+from grpo.run import hub
 from grpo.run.logs import COMPLETIONS, METRICS
 from grpo.settings import MAY_CHANGE, ROOT, Settings, reflow, setting_rows
 
@@ -41,12 +42,7 @@ CARDS = (
     ("H100 of 80 GB, GH200", 9.0, 78.6, ""),
     ("H200", 9.0, 139.8, "experts-shared-h200.json"),
 )
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; `|` inside a cell is escaped."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in lines)
+table = functools.partial(hub.table, longest_cell=2000)  # More than any cell has: nothing is cut.
 
 
 def settings_tables() -> str:
@@ -94,7 +90,8 @@ def fitting_cards() -> str:
 
 def key_settings() -> str:
     """The README's table of the settings to choose for a first run."""
-    rows = [[f"`{row[1]}`", f"`{row[2]}`", row[5]] for row in setting_rows() if row[1] in KEY_SETTINGS]
+    settings = ((name, default, text) for _, name, default, _, _, text in setting_rows() if name in KEY_SETTINGS)
+    rows = [[f"`{name}`", f"`{default}`", text] for name, default, text in settings]
     return table(["Setting", "Default", "Meaning"], rows)
 
 

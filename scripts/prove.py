@@ -35,13 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.ending import run_script
 from grpo.settings import ROOT, parse_assignment
 
-# Fields of a Scale's recipe, and the options that change them.
-CHANGES = {
-    "seconds": ("--warmup-seconds", float, "budget of the warm-up (default: the scale's)"),
-    "steps": ("--warmup-steps", int, "budget in steps (default: the scale's)"),
-    "windows": ("--windows", int, "windows of the warm-up's rows, 40 rows each"),
-    "probe_windows": ("--probe-windows", int, "windows of the rows on which the warm-up is measured"),
-}
+RECIPE = ("seconds", "steps", "windows", "probe_windows")  # Fields of a scale's recipe that options change.
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,17 +49,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--stage", choices=("make", "train", "collect", "all"), default="all")
     add("--device", default="cpu", help="device of the warm-up: cpu (default), cuda, cuda:1, ...")
     add("--tokenizer", type=Path, help="folder with tokenizer.json")
-    for name, (option, kind, text) in CHANGES.items():
-        add(option, type=kind, help=text, dest=name)
+    add("--warmup-seconds", type=float, dest="seconds", help="budget of the warm-up (default: the scale's)")
+    add("--warmup-steps", type=int, dest="steps", help="budget in steps (default: the scale's)")
+    add("--windows", type=int, help="windows of the warm-up's rows, 40 rows each")
+    add("--probe-windows", type=int, help="windows of the rows on which the warm-up is measured")
     add("--seed", type=int, default=0, help="seed of weights and warm-up (default %(default)s)")
-    add(
-        "--set",
-        type=parse_assignment,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting of train_grpo.py",
-    )
+    text = "a setting of train_grpo.py"
+    add("--set", type=parse_assignment, action="append", default=[], metavar="NAME=VALUE", help=text)
     add("--results", type=Path, default=ROOT / "docs/results/proof.json", help="JSON to write")
     add("--report-name", default="proof-report.html", help="name of the report, beside the JSON")
     add("--force", action="store_true", help="repeat stages that are complete")
@@ -78,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from grpo.measure.proof import prove
     from grpo.measure.proof_data import SCALES, reasoning
 
-    changes = {name: value for name in CHANGES if (value := getattr(options, name)) is not None}
+    changes = {name: value for name in RECIPE if (value := getattr(options, name)) is not None}
     scale = reasoning(SCALES[options.scale]) if options.reason else SCALES[options.scale]
     return prove(options, replace(scale, recipe=replace(scale.recipe, **changes)))
 

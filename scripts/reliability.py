@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kill and interrupt every program of the project: nothing may be lost, be silently wrong, or stay behind.
 
-    python scripts/reliability.py --out all.json --jobs 24                 # in about 15 minutes of 32 cores
+    python scripts/reliability.py --out all.json --jobs 24
     python scripts/reliability.py --part kills --only sft export --size 5 --out few.json
     python scripts/reliability.py --part kills --only sft/13 --out one.json   # case 13 again
     python scripts/reliability.py --jobs 24 --minutes 8 --out some.json    # no case begins later
@@ -152,8 +152,7 @@ def differences(program: Program, case: Path, whole: Path) -> list[str]:
 
 
 def faults_of(program: Program, case: Path, whole: Path) -> list[str]:
-    """The faults of a case that has come to its end: what differs from the undisturbed one, stray files and temporary
-    folders, a traceback."""
+    """The faults of a case that has ended: what differs from the undisturbed one, stray files, a traceback."""
     faults = differences(program, case, whole)
     stray = [path.name for path in case.rglob("*") if path.name.endswith((".tmp", ".old"))]
     stray += [path.name for path in (case / TEMPORARY).iterdir() if not re.fullmatch(OF_OTHERS, path.name)]
@@ -245,9 +244,8 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of every choice (default 1)")
     add("--jobs", type=count, default=2, help="cases side by side (default 2)")
     add("--minutes", type=in_range(0, 10**6), default=10**6, help="no case begins later (default: no limit)")
-    add(
-        "--run", type=Path, default=Path("runs/reliability"), help="folder of all cases; the last campaign's is deleted"
-    )
+    text = "folder of all cases; the last campaign's is deleted"
+    add("--run", type=Path, default=Path("runs/reliability"), help=text)
     options = parser.parse_args()
     options.chosen = {}  # Program -> the numbers of its chosen cases, [] for all.
     for word in options.only or PROGRAMS:
@@ -261,8 +259,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def chosen_cases(options: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """(part, program, number) of the cases that the options name. When the time is over, about the same share
-    of every program's cases has run."""
+    """(part, program, number) of the chosen cases. When time is up, about the same share of each program has run."""
     shares = []
     for part, (name, chosen) in itertools.product(options.part, options.chosen.items()):
         limit = getattr(PROGRAMS[name], part)
@@ -302,8 +299,9 @@ def run_campaign(options: argparse.Namespace, folder: Path) -> int:
                 continue
             finding, signals = outcome
             subject = f"{part}_{name}"
-            different = {f"{subject}_different": int(bool(finding))}
-            values.update({f"{subject}_cases": 1, f"{subject}_signals": signals} | different)
+            values[f"{subject}_cases"] += 1
+            values[f"{subject}_signals"] += signals
+            values[f"{subject}_different"] += bool(finding)
             if finding:
                 again = f"--part {part} --seed {options.seed} --only {name}/{number}"
                 print(f"FOUND {part} {name}/{number}: {finding}\n  in {folder / part}; again: {again}", flush=True)

@@ -26,7 +26,6 @@ from grpo.run.ending import run_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the adapter")
     resolved, answers = sft_preflight(os.environ, parser.parse_args(argv).out)

@@ -26,8 +26,8 @@ import pandas
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.run_data import read_json, read_metrics
-from grpo.run.folder import COMPLETE, continuation
-from grpo.run.layout import lock_path
+from grpo.run.folder import continuation
+from grpo.run.layout import COMPLETE, lock_path
 from grpo.run.logs import RECENT_STEPS, TIME_UNKNOWN, Pace
 from grpo.settings import InputError, reflow
 from grpo.tasks.figure_text import finite_number, object_at
@@ -42,7 +42,7 @@ CLEAR = "\x1b[H\x1b[J"
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process holds the run's lock (`grpo.run.folder.lock_run`); true where that cannot be known."""
+    """Whether a process holds the run's lock (`lock_run`); true where that cannot be known."""
     # An OSError means that the lock is held or was never made, as in a copy of a run or before its start.
     with contextlib.suppress(OSError), lock_path(folder.resolve()).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -74,8 +74,7 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
 
 
 def frame(folder: Path) -> tuple[list[str], bool]:
-    """The lines to show now, and whether the run is complete. Every call reads all files again, so the run may be
-    resumed or replaced meanwhile."""
+    """The lines to show now, and whether the run is complete. Reads all files again: the run may be another."""
     settings = object_at(read_json(folder / "settings.json"), "settings")
     metrics = read_metrics(folder / "metrics.csv") if (folder / "metrics.csv").is_file() else pandas.DataFrame()
     status, news = status_of(folder, settings, metrics), read_news(folder / "training.log")

@@ -47,8 +47,7 @@ class HubServer:
     """`with HubServer() as hub` serves what was added under `hub.url`, and records the requests.
 
     asked: (method, path, Range or "") of each request. cut: path in the repository -> number of bytes after which the
-    connection breaks, once.
-    """
+    connection breaks, once."""
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}

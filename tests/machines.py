@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from conftest import CLEAN
 
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, check_packages
 from grpo.plan.memory import PlanInputs
+from grpo.preflight.checks import preflight
+from grpo.preflight.resolve import ResolvedRun
 from grpo.settings import Problems, Settings
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
@@ -26,6 +31,12 @@ def only(problems: Sequence[str]) -> str:
 def plan_inputs(machine: Machine, beside_vllm: bool = False) -> PlanInputs:
     """Inputs of the memory plan of gpt-oss-20b on a machine."""
     return PlanInputs(REAL_CONFIG, machine, 940, "torch_flash", "prefix", beside_vllm)
+
+
+def resolved_run(output_dir: Path, machine: Machine = CPU, **settings: Any) -> ResolvedRun:
+    """A run of the tiny model's demo, of 783 training rows and 8 prompts a step, as far as a check takes it."""
+    environ = {"MODEL_ID": "tiny", "OUTPUT_DIR": output_dir} | settings
+    return preflight(CLEAN | {name: str(value) for name, value in environ.items()}, machine)
 
 
 def package_problems(versions: Mapping[str, str | None], use_vllm: bool = False, **changes: Any) -> Problems:

@@ -68,8 +68,7 @@ def in_ranks(
     """What `function(ranks, *arguments)` returned or raised in each of `size` processes; None where a process died.
 
     local_size: number of processes that take each other for one machine (default: all).
-    beside: runs in this process meanwhile, with the store's port and process id and the ids of the ranks.
-    """
+    beside: runs in this process meanwhile, with the store's port and process id and the ids of the ranks."""
     local_size = local_size or size
     with launcher_store() as (port, host):
         started = []

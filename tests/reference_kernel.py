@@ -44,8 +44,7 @@ def reference_backward(
 ):
     """The kernels' own formula: probabilities from the lse passed in, rowsum(dout * out) from the out passed in.
 
-    Unlike autograd through the scores it therefore stays right for an out and lse that a sink was folded into.
-    """
+    Unlike autograd through the scores it therefore stays right for an out and lse that a sink was folded into."""
     assert lse.is_contiguous()
     wide_q, wide_k, wide_v, wide_dout, wide_out = (x.double() for x in (q, k, v, dout, out))
     group = q.shape[1] // k.shape[1]

@@ -33,8 +33,7 @@ def start_held(
 ) -> subprocess.Popen:
     """A run that has done `step` steps, saved its files after them, and waits in the next one (see paused.py).
 
-    before: words in front of `program` on its command line.
-    """
+    before: words in front of `program` on its command line."""
     command, environ = [*before, *program], environment(folder, HOLD_AT=step + 1, **settings)
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, env=environ, cwd=ROOT, text=True, **streams)

@@ -68,8 +68,7 @@ class StubLLM:
 
     To break it: `shift` is added to the log-probs that it reports, `ignore_adapter` makes it generate with the base,
     `keeps_first_adapter` with the first adapter that it got, and `fail` maps a call's name to (number of the call from
-    1, exception to raise).
-    """
+    1, exception to raise)."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ NOT_SETTINGS = {
     "CURVES", "EPOCHS", "FLASH_ATTN_CUDA_ARCHS", "GLOO_SOCKET_IFNAME", "GRADIENT_ACCUMULATION_STEPS", "HF_ENDPOINT",
     "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "KERNELS", "LD_LIBRARY_PATH", "MATRIX_GAIN", "MAX_JOBS",
     "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "RESUME_FILES", "TORCH_COMPILE_DISABLE", "TRACKERS", "TRAIN_BATCH_SIZE",
-    "VENV", "VERL_SOURCE", "WANDB_PROJECT",
+    "VENV", "WANDB_PROJECT",
 }  # fmt: skip
 
 
@@ -67,9 +67,11 @@ def test_named_settings_are_settings(page):
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*CURRENT, ROOT / "scripts/reliability.toml"], ids=lambda p: p.name)
 def test_options_in_commands_exist(page):
-    code = "".join(FENCE.findall(page.read_text(encoding="utf-8"))).replace("\\\n", " ")
+    code = page.read_text(encoding="utf-8").replace("\n    ", " ")  # The .toml indents a command's further lines.
+    if page.suffix == ".md":
+        code = "".join(FENCE.findall(page.read_text(encoding="utf-8"))).replace("\\\n", " ")
     for script, arguments in re.findall(r"((?:scripts/[\w/]+|train_grpo)\.(?:py|sh))((?: [^#\n]*)?)", code):
         text = (ROOT / script).read_text(encoding="utf-8")
         options = re.findall(r"(?<=\s)--[a-z][\w-]*", arguments) if script != "scripts/torchrun.sh" else []

@@ -41,8 +41,7 @@ def tree_of(path: Path) -> ast.Module:
 def imports(path: Path, top: bool = False) -> Iterator[tuple[int, str]]:
     """(line, module) of every import of a file, with `top` only of those outside functions.
 
-    `from grpo.data import files` imports grpo.data.files.
-    """
+    `from grpo.data import files` imports grpo.data.files."""
     functions = [node for node in ast.walk(tree_of(path)) if top and isinstance(node, FUNCTIONS)]
     inside = {node for function in functions for node in ast.walk(function)}
     for node in set(ast.walk(tree_of(path))) - inside:
@@ -84,10 +83,8 @@ def test_no_modules_import_each_other_in_a_circle():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-# Imported in a function: for data sets of the Hub and tokenizers with a response template, which load no torch, and
-# where there are several processes.
-LATE = {("grpo/data/formats.py", "datasets"), ("grpo/data/scoring.py", "transformers.utils.chat_parsing")}
-LATE |= {("grpo/run/ranks.py", name) for name in ("torch", "torch.distributed")}
+# Imported in a function: for data sets of the Hub, and where there are several processes.
+LATE = {("grpo/data/formats.py", "datasets")} | {("grpo/run/ranks.py", name) for name in ("torch", "torch.distributed")}
 
 
 def test_light_rooms_import_nothing_heavy():

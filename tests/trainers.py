@@ -78,8 +78,7 @@ def uniform(generator, *shape):
 def step_of(trainer, count):
     """`count` completions of a step and an engine's log-probs of them, the same for every caller.
 
-    One completion in three is truncated. The log-probs are around -6.5 nats, and that of one token is None.
-    """
+    One completion in three is truncated. The log-probs are around -6.5 nats, and that of one token is None."""
     generator, (stop, *_) = torch.Generator().manual_seed(trainer.state.global_step), trainer.eos_token_ids
     lengths = torch.randint(2, 9, (count,), generator=generator).tolist()
     ids = [torch.randint(3, 500, (n,), generator=generator).tolist() for n in lengths]
@@ -91,8 +90,7 @@ def step_of(trainer, count):
 def seed_weights(model):
     """Sets weights that keep the size of activations, with log-probs around -6.5 and an adapter that is not zero.
 
-    So no test depends on how a machine trained the tiny model.
-    """
+    So no test depends on how a machine trained the tiny model."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -107,8 +105,7 @@ def seed_weights(model):
 def batch(trainer, beta=0.0, old=False, sampled=False, near=None):
     """A step of two prompts with two completions each, all of different lengths, on seeded weights.
 
-    Log-probs of old policy, engine and reference differ around `near` (4, 7), by default the policy's own.
-    """
+    Log-probs of old policy, engine and reference differ around `near` (4, 7), by default the policy's own."""
     seed_weights(trainer.model)
     generator, vocabulary = torch.Generator().manual_seed(1), trainer.model.config.vocab_size
     ids = lambda *shape: torch.randint(3, vocabulary, shape, generator=generator)  # noqa: E731

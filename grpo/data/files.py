@@ -26,12 +26,10 @@ REWARD_COLUMN = re.compile("reward_action_(0|[1-9][0-9]{0,5})")
 Q_COLUMN = re.compile("q_action_(0|[1-9][0-9]{0,5})")
 # Keyword arguments of reward functions: those that TRL passes or drops, and the three that docs/data.md adds. A column
 # with one of these names is passed as `csv_NAME`; every other column keeps its name.
-# fmt: off
 RESERVED_ARGUMENTS = {
     "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
     "environments", "truncated", "raw_completions", "rendered_prompts",
-}
-# fmt: on
+}  # fmt: skip
 PROMPT_COLUMNS = ("prompt", "user", "question")
 FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
 MOST_PROBLEMS = 20  # of each file are listed; further ones are only counted
@@ -44,16 +42,15 @@ Conversation = list[dict[str, Cell]]  # messages in TRL's form, with `role` and 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a file: its messages, the reward of each action, every column, and in `q` the values q_action_k, empty
-    if the file has none. `prompt` is empty until `render_rows` fills it in."""
+    """A row of a file. `prompt` is empty until `render_rows` fills it in."""
 
     file: str
     number: int  # 1 is the first row below the header
     messages: Messages  # (role, text) of each message, or a single ("rendered", text)
-    rewards: tuple[float, ...]
-    columns: Columns
+    rewards: tuple[float, ...]  # reward_action_k of each action; empty if the file has none
+    columns: Columns  # every column of the file
     prompt: str = ""
-    q: tuple[float, ...] = ()
+    q: tuple[float, ...] = ()  # q_action_k of each action; empty if the file has none
     trl_prompt: str | Conversation = ""  # the prompt in the form of the file, as TRL passes it to reward functions
 
     @property
@@ -96,14 +93,8 @@ def join_names(columns: Iterable[str]) -> str:
     return one_line(", ".join(columns), 200)
 
 
-def flat_rows(rows: Iterable[Row]) -> list[Row]:
-    """The rows whose actions all have the same reward, so that nothing can be learned from them."""
-    return [row for row in rows if len(set(row.rewards)) == 1 and len(set(row.q)) < 2]
-
-
 def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
-    """The number of reward_action_k columns. Adds a problem for each way in which the header does not fit a training
-    file."""
+    """The number of reward_action_k columns. Adds a problem for each fault of the header."""
     where = f"{path}, header"
     for name, count in Counter(header).items():
         if count > 1:
@@ -147,8 +138,7 @@ def read_numbers(where: str, columns: Columns, names: Sequence[str], problems: P
 
 
 def as_conversation(prompt: Cell) -> Cell:
-    """The list of messages if the cell is text that holds such a list, in JSON or as a Python literal (which is what
-    pandas writes to a CSV); any other cell is returned unchanged."""
+    """The list of messages that a cell holds as JSON or, as pandas writes it, as a Python literal; else the cell."""
     if isinstance(prompt, str) and re.match(r"\s*\[\s*\{", prompt):
         for parse in (json.loads, ast.literal_eval):
             with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
@@ -226,10 +216,8 @@ def make_rows(
         messages, trl_prompt = read_messages(where, columns, system, problems)
         if not all(is_text(text) for _, text in messages):
             problems.add(where, "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8")
-        tokens = dict.fromkeys(
-            token for role, text in messages if role != "rendered" for token in HARMONY_TOKEN.findall(text)
-        )
-        if tokens:
+        unrendered = "\n".join(text for role, text in messages if role != "rendered")
+        if tokens := dict.fromkeys(HARMONY_TOKEN.findall(unrendered)):
             problem = f"it holds {', '.join(tokens)}: the model reads these as the begin or end of a message"
             fix = "Take it out, or write the whole prompt rendered, from its first <|start|> on"
             problems.add(where, problem, fix)
@@ -249,9 +237,7 @@ def read_file(
 ) -> list[Row]:
     """The rows of a file or data set, whose table `read` returns; an empty list after a problem.
 
-    docs/data.md describes the columns. `system` is the default system message. If `rewards` is false, the reward
-    columns are not read as numbers.
-    """
+    docs/data.md describes the columns. `system` is the default system message. Without `rewards` none are read."""
     new_problems = Problems()
     try:
         header, records = read(new_problems)

@@ -66,8 +66,7 @@ def read_csv_table(path: Path, problems: Problems) -> Table:
 
 
 def table_of(name: str | Path, rows: Sequence[Columns], lines: Sequence[int] = ()) -> Table:
-    """The table of rows, with None for the columns that a row lacks; `lines` are the line numbers at which the rows
-    begin. Raises UnreadableFile if there are no rows."""
+    """The table of rows that begin at these `lines`, with None for columns that a row lacks. Raises UnreadableFile."""
     if not rows:
         raise UnreadableFile(name, "it is empty", "Give it at least one row")
     header = list(dict.fromkeys(key.strip() for row in rows for key in row))

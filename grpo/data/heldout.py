@@ -20,8 +20,7 @@ HELDOUT_OF_DEMO: dict[str, str] = {
 }
 DATE_COLUMNS = {"timestamp", "datetime", "date", "day", "time", "日時", "日付"}
 DATE = re.compile(r"\s*([0-9]{4})[-/]([0-9]{1,2})[-/]([0-9]{1,2})(?![0-9])")
-# How many days or prompts DATA must have before any of them is held out, and how many are then held out at least, so
-# that a confidence interval is usable.
+# Days or prompts that DATA must have before any is held out, and the fewest that a confidence interval needs.
 LEAST_GROUPS, LEAST_HELD_OUT = 20, 5
 MOST_HELD_OUT = 64  # limits both the days or prompts that are held out and the rows that are evaluated
 
@@ -66,8 +65,7 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     out: all whose hash lies below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. Below LEAST_GROUPS
     groups none is held out; from there on, rows added to DATA hold out no group that was trained on before, because a
     group can only move back in this order. At most MOST_HELD_OUT held-out rows are evaluated, and none whose prompt is
-    in a training row as well.
-    """
+    in a training row as well."""
     if not share:
         return Split(list(rows), [], "EVAL_SHARE=0: all rows of DATA are training rows")
     keys = [group_of(row) for row in rows]
@@ -101,8 +99,7 @@ def group_of(row: Row) -> tuple[str, str]:
 
 
 def date_of(row: Row) -> str | None:
-    """The date of a row, such as 2025-09-01, with which a cell of DATE_COLUMNS begins; None if there is no such
-    cell."""
+    """The date with which a cell of DATE_COLUMNS begins, such as 2025-09-01; None if there is no such cell."""
     for name, cell in row.columns.items():
         if name.lower() in DATE_COLUMNS and (match := DATE.match(str(cell))):
             year, month, day = match.groups()

@@ -59,8 +59,7 @@ def answer_of(row: Row, direct: bool = False) -> str | None:
 def render(template: str, messages: Messages, effort: str, date: str) -> str:
     """A conversation rendered by a Hugging Face chat template, up to where the assistant begins.
 
-    The result equals that of transformers (a test compares them), but this function does not import torch. gpt-oss's
-    template writes today's date; here it writes `date`, so that a prompt never changes."""
+    It equals what transformers renders, without torch, and has `date` in place of today's, so that it never changes."""
     conversation = [{"role": role, "content": text} for role, text in messages]
     compiled = compile_template(template, date)
     return compiled.render(messages=conversation, reasoning_effort=effort, add_generation_prompt=True)
@@ -136,8 +135,7 @@ PROMPTS_PER_BATCH = 1000  # limited, because the encoding of a prompt takes more
 
 
 def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
-    """The number of tokens of each prompt. For an unusable file it raises whatever tokenizers raises, which may be a
-    BaseException that is no Exception."""
+    """The number of tokens of each prompt. An unusable file may raise a BaseException that is no Exception."""
     from tokenizers import Tokenizer  # Imported late, as in `compile_template`.
 
     loaded = Tokenizer.from_file(str(tokenizer))

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import rewards
 from grpo.data import scoring
-from grpo.data.files import Row, column_names, flat_rows, missing_actions_problem
+from grpo.data.files import Row, column_names, missing_actions_problem
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.data.scoring import RewardError, total
 from grpo.settings import Problems, Settings, show
@@ -31,8 +31,7 @@ def check_rewards(
     settings: Settings, text: str, rows: Sequence[Row], problems: Problems, tokenizer: Path | None = None
 ) -> tuple[list[tuple[str, float]], str | None]:
     """Checks that the reward functions of `text` exist, that the rows hold what they need, and that garbage earns
-    less than answers. Returns (name, weight) of each function, and a warning about garbage or None. `tokenizer` is for
-    `try_rewards`."""
+    less than answers. Returns (name, weight) of each function, and a warning about garbage or None."""
     try:
         specs = scoring.reward_specs(text)
         for name, _ in specs:
@@ -62,8 +61,7 @@ def check_heldout(
     where: str = "EVAL_DATA",
     alternative: str = "set EVAL_SAMPLES=0",
 ) -> None:
-    """Checks that the reward functions can score the held-out rows. In messages, `where` is the setting that names
-    these rows, and `alternative` an alternative to changing them."""
+    """Checks that the reward functions can score the held-out rows. `where` and `alternative` go into messages."""
     unrewarded = next((row for row in rows if not row.rewards), None)
     if unrewarded and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
         problems.add(f"{unrewarded.file}, columns", missing_actions_problem(unrewarded), f"Add them, or {alternative}")
@@ -77,12 +75,11 @@ def check_heldout(
 
 def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> None:
     """Checks that the rows have the columns that these reward functions need, and that rewards differ by action."""
-    first = {(row.file, bool(row.rewards)): row for row in reversed(rows)}
     if names & rewards.ACTION_REWARDS.keys():
+        unrewarded = {row.file: row for row in reversed(rows) if not row.rewards}
         fix = "Add one per action, or choose other REWARDS, such as your own: REWARDS=my_module:my_function"
-        for (file, has_rewards), row in sorted(first.items(), key=lambda item: item[0]):
-            if not has_rewards:
-                problems.add(f"{file}, columns", missing_actions_problem(row), fix)
+        for file in sorted(unrewarded):
+            problems.add(f"{file}, columns", missing_actions_problem(unrewarded[file]), fix)
     rewarded_rows = [row for row in rows if row.rewards]
     rows_without_q = [row for row in rewarded_rows if not row.q]
     if "shortfall" in names:
@@ -95,7 +92,8 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
         for row in {row.file: row for row in reversed(rows_without_q) if not is_softmax(row.rewards)}.values():
             problems.add(f"{row.file}, row {row.number}", problem, fix)
     check_answers(names, rows, problems)
-    if rewarded_rows and len(flat_rows(rewarded_rows)) == len(rewarded_rows) and names <= rewards.ACTION_REWARDS.keys():
+    is_flat = all(len(set(row.rewards)) == 1 and len(set(row.q)) < 2 for row in rewarded_rows)
+    if rewarded_rows and is_flat and names <= rewards.ACTION_REWARDS.keys():
         problem = "every row gives all its actions the same reward, so there is nothing to learn"
         problems.add("DATA", problem, "Give better actions higher rewards, or choose other REWARDS")
 
@@ -144,36 +142,30 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
     """The weighted rewards of GARBAGE and of every action in a sample of rows, NaN where a function returns None.
 
     Rows without actions get the answers [0] and [1]. Each function is called once, as in training, with token ids of
-    `tokenizer`, a tokenizer.json: here a mistake costs a second, in a run an hour. Raises RewardError if a
-    function raises something or returns no rewards."""
+    `tokenizer`, a tokenizer.json: here a mistake costs a second, in a run an hour. Raises RewardError."""
     if not rows:
         return []
-    answers = {
-        n: [*GARBAGE, *(ANSWER_TURN.format(f"[{k}]") for k in range(n or 2))] for n in {len(r.rewards) for r in rows}
-    }
     sample = sample_rows(rows)
-    pairs = [
+    answered, texts = [], []  # The row of each answer, and its text.
+    for row in sample:
         # Rows stay unrendered without a tokenizer or a template: their prompt becomes TURN_START alone.
-        (row if row.prompt else dataclasses.replace(row, prompt=TURN_START), text)
-        for row in sample
-        for text in answers[len(row.rewards)]
-    ]
-    texts = [completion_text(row.prompt, text) for row, text in pairs]
-    distinct = list(dict.fromkeys(texts))
-    tokens = dict(zip(distinct, zip(*tokenize(distinct, tokenizer), strict=True), strict=True))
+        rendered = row if row.prompt else dataclasses.replace(row, prompt=TURN_START)
+        for turn in (*GARBAGE, *(ANSWER_TURN.format(f"[{k}]") for k in range(len(row.rewards) or 2))):
+            answered.append(rendered)
+            texts.append(completion_text(rendered.prompt, turn))
+    ids, decoded = tokenize(texts, tokenizer)
     completions = [
-        scoring.read_completion(row, text, tokens[text][1], len(tokens[text][0]), False)
-        for (row, _), text in zip(pairs, texts, strict=True)
+        scoring.read_completion(row, text, plain, len(tokens), False)
+        for row, text, plain, tokens in zip(answered, texts, decoded, ids, strict=True)
     ]
     functions, state = scoring.load_rewards(specs, settings), scoring.initial_trainer_state(settings.TOTAL_STEPS)
     try:
-        ids = [tokens[text][0] for text in texts]
         scores = scoring.score(functions, completions, ids, column_names(rows), state)
     except RewardError as error:
         tried = f"It was tried before the run on made-up answers to {len(sample)} rows"
         raise RewardError(f"{error}. {tried}, such as {completions[-1].decoded!r}") from error
     weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
-    return [(row, list(itertools.islice(weighted, len(answers[len(row.rewards)])))) for row in sample]
+    return [(row, list(itertools.islice(weighted, len(GARBAGE) + (len(row.rewards) or 2)))) for row in sample]
 
 
 def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, problems: Problems) -> str | None:

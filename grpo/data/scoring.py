@@ -109,8 +109,7 @@ class Completion:
 def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: bool) -> Completion:
     """The completion of a row, given its `text` with special tokens and its `plain` text without them.
 
-    As in TRL 1.16 (GRPOTrainer._generate), reward functions get `plain`, wrapped into a list of one message if the
-    prompt is a list of messages."""
+    As in TRL 1.16 (GRPOTrainer._generate), functions get `plain`, as a list of one message if the prompt is a list."""
     turn = rewards.assistant_turn(row.prompt, text)
     action = rewards.parse_action(turn, len(row.rewards)) if row.rewards else None
     decoded = plain if isinstance(row.trl_prompt, str) else [{"role": "assistant", "content": plain}]
@@ -118,13 +117,9 @@ def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: boo
 
 
 def read_completions(
-    tokenizer: Any,
-    stops: Sequence[int],
-    rows: Sequence[Row],
-    completion_ids: Sequence[Sequence[int]],
+    tokenizer: Any, stops: Sequence[int], rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]
 ) -> list[Completion]:
-    """Decode the completions of `rows`, with their special tokens and without. `tokenizer` is one of transformers,
-    whose type is not named because this module does not import it.
+    """Decodes the completions of `rows`, with special tokens and without, by a tokenizer of transformers.
 
     A completion is truncated if its last token is neither in `stops` nor padding: TRL's rule for its clipped ratio."""
     ends = {*stops, tokenizer.pad_token_id}
@@ -137,8 +132,7 @@ def read_completions(
 
 
 def validate_rewards(name: str, values: Any, count: int) -> list[float | None]:
-    """The `values` that function `name` returned, as a list. Raises RewardError unless they are `count` rewards, each
-    None, NaN or a number."""
+    """The `values` of function `name` as a list. Raises RewardError unless they are `count` numbers, None or NaN."""
     returned = f"REWARDS: {name} returned"
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence):
@@ -155,8 +149,7 @@ def validate_rewards(name: str, values: Any, count: int) -> list[float | None]:
 
 
 def is_called_by_keyword(function: Callable[..., Any]) -> bool:
-    """Whether a user's function is called by keyword alone, as in TRL. If the name of its first argument is not one of
-    TRL's, it gets the completions by position."""
+    """Whether a user's function is called by keyword alone, as in TRL; else it gets the completions by position."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # A function built into Python may have no signature.
@@ -234,12 +227,9 @@ def score(
     log_extra: Callable[..., None] = log_nothing,
     log_metric: Callable[..., None] = log_nothing,
 ) -> list[list[float]]:
-    """Calls each function once. Returns the rewards by completion and function (N, F), NaN for None. Raises
-    RewardError.
+    """Calls each function once. Returns the rewards by completion and function (N, F), NaN for None.
 
-    `ids` are the completions' tokens. `columns` are the names of all columns; for one that a row lacks, functions get
-    None.
-    """
+    `ids` are the completions' tokens, `columns` the names of all columns; a row that lacks one has None there."""
     cells = [reward_columns(completion.row) for completion in completions]
     turns = [completion.turn for completion in completions]
 

@@ -126,13 +126,12 @@ def find_draft(folder: str, config: ModelConfig | None, problems: Problems) -> D
     where, fix = f"DRAFT_MODEL={folder}", "Name the folder of an EAGLE-3 draft for this model, or unset it"
     try:
         draft = read_json(Path(folder) / "config.json")
+        shape = draft.get("transformer_layer_config", draft)
+        fault = type_fault(shape, dict, "transformer_layer_config")
+        if fault := fault or type_fault(shape.get("num_hidden_layers", 1), int, "num_hidden_layers"):
+            raise ValueError(fault)
     except (OSError, ValueError) as error:
         problems.add(where, one_line(str(error), 500), fix)
-        return None
-    shape = draft.get("transformer_layer_config", draft)
-    fault = type_fault(shape, dict, "transformer_layer_config")
-    if fault := fault or type_fault(shape.get("num_hidden_layers", 1), int, "num_hidden_layers"):
-        problems.add(where, fault, fix)
         return None
     # A draft with other heads for keys and values would give each layer of the model a block table of its own
     # (vllm/v1/core/kv_cache_utils.py).
@@ -168,8 +167,7 @@ def download_problem(model_id: str, error: BaseException) -> tuple[str, str]:
 
 
 def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
-    """Download config, tokenizer and template of a Hub model, some 28 MB, or use the cache if the Hub is unreachable.
-    Returns their folder; None after a problem."""
+    """The folder with a Hub model's config, tokenizer and template, downloaded or cached; None after a problem."""
     try:
         from huggingface_hub import snapshot_download  # The package may be missing.
 
@@ -181,8 +179,7 @@ def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
 
 
 def fetch_weights(model_id: str, files: ModelFiles) -> str | None:
-    """Downloads the weight files that are missing in `files.folder`, the Hub's cache, so that it holds the whole
-    checkpoint. Returns a problem, or None."""
+    """Downloads the weight files that `files.folder`, in the Hub's cache, lacks. Returns a problem, or None."""
     problems = Problems()
     if files.folder and (names := missing_shards(files.folder)):
         from huggingface_hub import snapshot_download  # Imported here, because it takes a second.
@@ -201,8 +198,7 @@ def downloaded_gib(files: ModelFiles) -> float:
 
 
 def checkpoint_gib(config: ModelConfig) -> float:
-    """Size of the weights of a checkpoint with this config.json in GiB, whether it was downloaded or not; for
-    gpt-oss-20b and 120b it equals the size in their index to the byte."""
+    """GiB of the weights of a checkpoint with this config.json: for gpt-oss-20b and 120b to the byte of their index."""
     size = count_parameters(config)["total"] * 2 / GIB
     if has_mxfp4(config):
         size += packed_gib(config) - expert_elements(config) * config["num_hidden_layers"] * 2 / GIB

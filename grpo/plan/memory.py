@@ -154,8 +154,7 @@ def dequantized_gib(settings: Settings, config: ModelConfig, parts: int) -> floa
 
 
 def learning_gib(settings: Settings, inputs: PlanInputs, rows: int, parts: int = 1) -> float:
-    """GiB that the forward and backward pass of a micro-batch of `rows` completions need beside the weights. `parts`:
-    those in which experts are dequantized."""
+    """GiB beside the weights for learning from a micro-batch of `rows` completions; `parts` as in `dequantized_gib`."""
     config, prompt_len, layer = inputs.config, inputs.prompt_len, dequantized_gib(settings, inputs.config, parts)
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
     tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, inputs.share_prompts))
@@ -281,9 +280,8 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:
-    """Why a plan does not fit into the GPU's free memory, '' if it fits. GPU_SHARE of it may be used; by vLLM's rollout
-    all of it, because `plan_engine` leaves a margin unless the user sets VLLM_GPU_MEM, and by its start, where nothing
-    varies."""
+    """Why a plan does not fit into the GPU's free memory, '' if it fits. GPU_SHARE of it may be used, but all of it by
+    vLLM's start, where nothing varies, and by its rollout, where `plan_engine` or VLLM_GPU_MEM leaves a margin."""
     free, engine = machine.gpu_free, plan.engine
     if engine and engine.cache < engine.cache_least:
         return f"vLLM would have {engine.cache:.1f} GiB of cache, but one completion may need {engine.cache_least:.1f}"
@@ -297,8 +295,7 @@ def memory_shortfall(plan: Plan, machine: Machine) -> str:
 
 
 def host_shortfall(plan: Plan, machine: Machine) -> str:
-    """Why the weights that a plan keeps in host memory do not fit beside the 2 GiB that a process takes; '' if they
-    do."""
+    """Why host memory has no room for a plan's weights beside the 2 GiB that a process takes; '' if it has."""
     if not plan.on_host or plan.on_host + 2 <= machine.ram_share:
         return ""
     engine = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"

@@ -131,8 +131,7 @@ def check_targets(targets: str, config: ModelConfig | None, problems: Problems) 
             near = nearest_hint(word, ("all-linear", *LINEAR_MODULES, "experts"))
             problems.add("LORA_TARGETS", f"{word!r} is nothing in gpt-oss that takes an adapter{near}", fix)
         elif not matrices:
-            problems.add(
-                "LORA_TARGETS", f"{word!r} matches nothing in the model", f"The model has layers 0 to {layers - 1}"
-            )
+            fault = f"{word!r} matches nothing in the model"
+            problems.add("LORA_TARGETS", fault, f"The model has layers 0 to {layers - 1}")
     if not split_commas(targets):
         problems.add("LORA_TARGETS", "it names no module", fix)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo.plan import targets
-from grpo.plan.hub import ModelConfig, read_json
+from grpo.plan.hub import ModelConfig
 from grpo.plan.targets import expected_shapes, target_matrices
 from grpo.run.best import adapter_fault
-from grpo.run.durable import file_sha256
+from grpo.run.durable import file_sha256, read_json
 from grpo.run.folder import RunState
 from grpo.run.layout import ADAPTER
 from grpo.settings import Problems, Settings, show
@@ -38,8 +38,7 @@ def is_on_experts(folder: Path) -> bool:
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Shape of every tensor by name, from the header of a safetensors file. Raises ValueError if it is damaged, and
-    OSError if it cannot be read."""
+    """Shape of every tensor of a safetensors file by name. Raises OSError, and ValueError if it is damaged."""
     from safetensors import SafetensorError, safe_open  # Inside, so that the preflight can name missing packages.
 
     try:

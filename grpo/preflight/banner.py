@@ -15,8 +15,7 @@ from grpo.settings import FIELDS, show
 
 
 def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
-    """The whole text: the settings that are not at their defaults (`every_setting`: all settings) with unit and source,
-    then sizes and choices with their reasons, then warnings."""
+    """The settings that are not at their defaults, or `every_setting`; sizes and choices with reasons; warnings."""
     lines = ["Settings" if every_setting else "Settings that are not at their defaults (`--check` shows all of them)"]
     for name, spec in FIELDS.items():
         value, source = getattr(resolved.settings, name), resolved.sources[name]
@@ -48,7 +47,6 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     if machine.ranks > 1:
         yield "processes", processes_text(resolved)
     yield "length", f"{length}: {reasons['total_steps']}"
-    run = resolved.run
     yield from reward_lines(resolved)
     if s.INIT_ADAPTER:
         shape = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
@@ -69,7 +67,7 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
         activations = "recomputed" if s.GRADIENT_CHECKPOINTING else "kept"
         yield "activations", f"{activations}: {reasons['gradient_checkpointing']}"
         yield from memory_lines(resolved.plan, machine, s.DIRECT_ANSWERS)
-    yield "OUTPUT_DIR", f"{run.folder}: {output_dir_text(resolved)}"
+    yield "OUTPUT_DIR", f"{resolved.run.folder}: {output_dir_text(resolved)}"
 
 
 def reward_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
@@ -94,8 +92,7 @@ def output_dir_text(resolved: ResolvedRun) -> str:
 
 
 def evaluation_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
-    """(title, text) of each line about evaluations. There is none about a simulator that the run has nothing to do
-    with."""
+    """(title, text) of each line about evaluations, and about the task's simulator where it concerns the run."""
     s, reasons = resolved.settings, resolved.reasons
     if resolved.closed_loop.is_mentioned:
         yield "closed loop", f"{'on' if resolved.closed_loop.runs else 'off'}: {reasons['closed_loop']}"

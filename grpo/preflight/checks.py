@@ -61,8 +61,7 @@ def check_lora(settings: Settings, config: ModelConfig | None, problems: Problem
 
 
 def check_batches(settings: Settings, ranks: int, problems: Problems) -> None:
-    """Checks that the completions of a rollout can be cut into batches, and a step's shared out among the `ranks`
-    processes."""
+    """Checks that a rollout can be cut into batches, and a step's prompts shared out among the `ranks` processes."""
     prompts, total, chunk = settings.PROMPTS_PER_STEP, settings.completions_per_rollout, settings.GENERATION_BATCH
     if chunk and total % chunk and not settings.DIRECT_ANSWERS:
         near = min(memory.divisors(total), key=lambda n: abs(n - chunk))
@@ -124,9 +123,8 @@ def check_experts(
 def check_direct(
     settings: Settings, names: Sequence[str], rows: Sequence[Row], tokenizer: Path | None, problems: Problems
 ) -> None:
-    """Checks for DIRECT_ANSWERS that no steps share a rollout, that every row of DATA and EVAL_DATA has the reward of
-    each action, that the reward functions `names` depend on nothing else, and that each action is one token.
-    `tokenizer`: a tokenizer.json, or None."""
+    """Checks for DIRECT_ANSWERS that no steps share a rollout, that every row has the reward of each action, that the
+    reward functions `names` depend on nothing else, and that each action is one token of `tokenizer`, if any."""
     if not settings.DIRECT_ANSWERS:
         return
     otherwise = "or set DIRECT_ANSWERS=0"
@@ -151,8 +149,7 @@ def check_direct(
 
 def check_top_p(settings: Settings, use_vllm: bool, problems: Problems) -> None:
     """Checks that vLLM's log-probs are comparable with the learner's. With TOP_P below 1 vLLM renormalizes its own over
-    the nucleus, so that every importance ratio is off by the nucleus's probability
-    (https://github.com/huggingface/trl/issues/6789)."""
+    the nucleus, whose probability is then missing in each ratio (https://github.com/huggingface/trl/issues/6789)."""
     shares = settings.steps_per_rollout > 1
     if settings.TOP_P < 1 and use_vllm and (shares or settings.IS_CORRECTION != "none"):
         fault = (
@@ -191,8 +188,7 @@ def check_memory(settings: Settings, inputs: PlanInputs, problems: Problems) -> 
 
 
 def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: Problems) -> None:
-    """Checks that the disks have room for the files that the run writes and downloads. `adapter`: the GiB of its
-    adapter in training, as in `Plan`."""
+    """Checks that the disks have room for what the run writes and downloads. `adapter`: GiB, as in `Plan`."""
     # Adapter and its two AdamW moments in float32, per kept checkpoint, plus the final adapter, the logs and the zip.
     output = adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
     cache = "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
@@ -233,8 +229,7 @@ def keep_generation_batch(resolved: ResolvedRun, problems: Problems) -> Resolved
 
 def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> ResolvedRun:
     """The resolved run of the settings in `environ`, with all problems of all ranks that can be found without training.
-    It writes nothing. Only rank 0, which has locked OUTPUT_DIR, reads it, and tells the others from which step to go
-    on."""
+    Writes nothing. Rank 0, which has locked OUTPUT_DIR, reads it, and tells the others from which step to go on."""
     loaded, sources, problems = load_settings(environ)
     settings, sources = choices.choose_demo(loaded, sources)
     ranks = ranks or Ranks()
@@ -280,8 +275,7 @@ def merge_rank_problems(resolved: ResolvedRun, problems: Problems) -> Problems:
 
 
 def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
-    """Checks that settings, packages, machine and rows go together, and that the reward functions can score the rows.
-    Returns the warning of `check_rewards`, or None."""
+    """Checks that settings, packages, machine, rows and reward functions go together. Returns a warning or None."""
     settings, machine, use_vllm = resolved.settings, resolved.machine, resolved.use_vllm
     check_packages(settings, resolved.versions, problems, use_vllm)
     check_trackers(settings, problems)

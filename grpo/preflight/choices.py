@@ -100,8 +100,7 @@ def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
 
 
 def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> Iterator[str]:
-    """Each reason why no completion can learn from its expected reward. `names`: the reward functions that depend on
-    the row and the answered action alone."""
+    """Each reason why no completion can learn from its expected reward. `names`: functions that are `is_by_action`."""
     if not names:
         yield "no function of REWARDS depends on the answered action alone"
     file = next((row.file for row in rows if not row.rewards), None)
@@ -120,8 +119,7 @@ def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Se
 
 
 def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> tuple[bool, str]:
-    """(whether completions learn from the expected reward at their answer, reason); arguments as for
-    `expected_reward_obstacles`."""
+    """(whether completions learn from the expected reward, reason); `names` as in `expected_reward_obstacles`."""
     if settings.EXPECTED_REWARD is False:
         return False, "set by EXPECTED_REWARD"
     for obstacle in expected_reward_obstacles(settings, rows, names):
@@ -150,8 +148,7 @@ def choose_exact(
     opens_channel: bool = False,
     has_rewards: bool = True,
 ) -> tuple[bool, str]:
-    """(whether held-out rows are evaluated exactly, reason). Exact evaluation computes the probabilities of all answers
-    instead of sampling some.
+    """(whether held-out rows are evaluated exactly, by the probabilities of all answers instead of samples, reason).
 
     `parameters`: the model's; `why_sampled`: that of the task's SimulationPlan; `opens_channel`: whether a prompt ends
     inside the answer's channel; `has_rewards`: whether every row has the rewards of its actions."""
@@ -191,8 +188,7 @@ def choose_exact_loop(settings: Settings, exact: bool, reason: str, parameters: 
 
 
 def choose_best_by(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
-    """(BEST_BY, reason); BEST_BY is empty if nothing is measured. `heldout` is the number of held-out rows,
-    `closed_loop` whether the task's simulator runs."""
+    """(BEST_BY or, if nothing is measured, '', reason). `closed_loop`: whether the task's simulator runs."""
     if not settings.EVAL_SAMPLES:
         return "", "EVAL_SAMPLES=0"
     if not heldout:

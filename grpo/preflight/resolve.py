@@ -25,16 +25,14 @@ from grpo.run.ranks import Ranks
 from grpo.settings import Problems, Settings, show
 from grpo.tasks.simulator import SimulationPlan, load_simulator
 
-# These replace the settings of a run with DIRECT_ANSWERS: it takes each prompt once, chooses one token, and generates
-# nothing.
+# DIRECT_ANSWERS takes each prompt once, chooses one token, and generates nothing: these replace the run's settings.
 DIRECT_SETTINGS = {"NUM_GENERATIONS": 1, "MAX_COMPLETION_LEN": 1, "USE_VLLM": False}
 AUTO_SETTINGS = ("EXPERTS", "ROLLOUT_SYNC", "GRADIENT_CHECKPOINTING")  # `resolve` replaces `auto` in the settings.
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is read before any choice is made: machine, packages, model, draft model, rows, and the adapter to start
-    from."""
+    """What is read before any choice is made: machine, packages, model, draft, rows, and the adapter to start from."""
 
     sources: Mapping[str, str]  # Where each setting came from.
     machine: Machine
@@ -91,8 +89,7 @@ class ResolvedRun(Facts):
 
     `settings` hold the chosen AUTO_SETTINGS and TOTAL_STEPS, the shape of INIT_ADAPTER, and DIRECT_SETTINGS with
     DIRECT_ANSWERS. In this form they are recorded, and compared when a run continues. `reasons` says why each
-    value was chosen, by the name of its field here or of its setting in lower case.
-    """
+    value was chosen, by the name of its field here or of its setting in lower case."""
 
     settings: Settings
     reasons: Mapping[str, str]
@@ -116,15 +113,13 @@ class ResolvedRun(Facts):
 
     @property
     def looked_up(self) -> tuple[int, ...]:
-        """Indices in `reward_specs` of the functions whose rewards of all actions are read from the row; empty without
-        EXPECTED_REWARD."""
+        """Indices in `reward_specs` of the functions that score all actions of a row; empty without EXPECTED_REWARD."""
         names = [name for name, _ in self.reward_specs if self.expected_reward]
         return tuple(n for n, name in enumerate(names) if is_by_action(name))
 
 
 def resolve_steps(settings: Settings, sources: Mapping[str, str], rows: int, problems: Problems) -> tuple[int, str]:
-    """(steps of the whole run, reason), given the number of training `rows`. If NUM_TRAIN_EPOCHS and
-    TOTAL_STEPS are both set, that is a problem, and TOTAL_STEPS counts."""
+    """(steps of the whole run, reason) for this number of training `rows`. Adds a problem if the user set both."""
     total, epochs, prompts = settings.TOTAL_STEPS, settings.NUM_TRAIN_EPOCHS, settings.PROMPTS_PER_STEP
     if epochs is None or not rows:
         return total, "TOTAL_STEPS"
@@ -191,21 +186,23 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
     sources = resolve_sources(settings, facts)
     if settings.DIRECT_ANSWERS:
         settings = dataclasses.replace(settings, **DIRECT_SETTINGS)  # type: ignore[arg-type]
-    settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync)
+    settings = dataclasses.replace(settings, ROLLOUT_SYNC=sync, TOTAL_STEPS=steps)
 
     attention, reasons["attention"] = choices.choose_attention(settings.ATTN_IMPL, machine.gpus)
     packing, reasons["packing"] = choices.choose_packing(settings.PACKING, attention, machine.gpus)
-    inputs, experts, reasons["experts"] = None, settings.EXPERTS or "bf16", "there is no model"
-    reasons["gradient_checkpointing"] = "there is no model"
+    inputs, plan = None, None
+    reasons |= dict.fromkeys(("experts", "gradient_checkpointing"), "there is no model")
     if facts.files:
         prompt_len = facts.longest_prompt or settings.MAX_PROMPT_LEN
         beside_vllm = use_vllm and bool(machine.gpus)
         inputs = PlanInputs(facts.files.config, machine, prompt_len, attention, packing, beside_vllm, facts.draft)
         experts, reasons["experts"] = resolve_experts(settings, inputs)
-    settings = dataclasses.replace(settings, EXPERTS=experts, TOTAL_STEPS=steps)
-    if inputs:
+        settings = dataclasses.replace(settings, EXPERTS=experts)
         checkpointing, reasons["gradient_checkpointing"] = resolve_checkpointing(settings, inputs)
         settings = dataclasses.replace(settings, GRADIENT_CHECKPOINTING=checkpointing)
+        plan = plan_memory(settings, inputs)
+    else:
+        settings = dataclasses.replace(settings, EXPERTS=settings.EXPERTS or "bf16")
 
     rewards, reasons["rewards"] = choices.choose_rewards(settings.REWARDS, rows)
     specs: list[tuple[str, float]] = []
@@ -213,9 +210,8 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         specs = reward_specs(rewards)
     scale, reasons["scale_rewards"] = choices.choose_scale_rewards(settings.SCALE_REWARDS)
     epsilon_high, reasons["epsilon_high"] = choices.choose_epsilon_high(settings)
-    expected_reward, reasons["expected_reward"] = choices.choose_expected_reward(
-        settings, rows, [name for name, _ in specs if is_by_action(name)]
-    )
+    by_action = [name for name, _ in specs if is_by_action(name)]
+    expected_reward, reasons["expected_reward"] = choices.choose_expected_reward(settings, rows, by_action)
     parameters = hub.count_parameters(facts.config)["total"] if facts.config else 0
 
     simulator = load_simulator(settings.TASK) if facts.has_packages else None
@@ -243,7 +239,7 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         packing=packing,
         use_vllm=use_vllm,
         inputs=inputs,
-        plan=plan_memory(settings, inputs) if inputs else None,
+        plan=plan,
         closed_loop=closed_loop,
         exact=exact,
         exact_loop=exact_loop,

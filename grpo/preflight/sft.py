@@ -47,8 +47,7 @@ def was_killed(out: Path) -> bool:
 def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, list[str | None]]:
     """(the resolved run of the settings in `environ` with OUTPUT_DIR=`out`; each row's answer, None if it has none).
 
-    Rows that a run of train_grpo.py with these settings would hold out are left out here too: it may start from this
-    adapter."""
+    Rows that train_grpo.py would hold out are left out here too, because its run may start from this adapter."""
     problems, answers = Problems(), []
     settings, sources = choose_demo(*load_settings(environ)[:2])
     split = read_split(settings, Problems())  # The preflight lists the problems of DATA.
@@ -56,9 +55,8 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
         try:
             answers.append(answer_of(row, settings.DIRECT_ANSWERS))
         except ValueError as error:
-            problems.add(
-                f"{row.file}, row {row.number}", str(error), "Let prompt and answer begin with the same channel"
-            )
+            fix = "Let prompt and answer begin with the same channel"
+            problems.add(f"{row.file}, row {row.number}", str(error), fix)
     longest = longest_answer(settings.MODEL_ID, [answer for answer in answers if answer])
     changes = ONLY_LEARNING | {"OUTPUT_DIR": str(out), "MAX_COMPLETION_LEN": str(longest)}
     if not settings.OVERWRITE and out.is_dir() and any(out.iterdir()):

@@ -42,10 +42,8 @@ tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
 
 
 def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer: str = ".") -> str:
-    """README.md of an adapter after `step` steps, as the Hub reads it (https://huggingface.co/docs/hub/model-cards).
-    `functions`: its reward functions, empty for an adapter of scripts/sft.py; `note`: the card's first paragraph;
-    `tokenizer`: the tokenizer's folder, relative to the card's.
-    """
+    """README.md of an adapter after `step` steps (https://huggingface.co/docs/hub/model-cards). `functions`: its reward
+    functions, empty for scripts/sft.py; `note`: its first paragraph; `tokenizer`: a folder, relative to the card's."""
     base, local = base_model_name(s)
     base_model = "" if local else f"\nbase_model: {base}"
     path_note = " and with the path of the base model's folder" if local else ""
@@ -88,20 +86,17 @@ FILES_WITH_PATHS = ("training.log", "adapter_config.json", "report.html")  # The
 
 
 def without_paths(folder: Path, text: str) -> str:
-    """A text of the run in `folder` without the paths of this machine: OUTPUT_DIR becomes its name, the project `.`,
-    Python's folder `python`, the home folder `~`."""
-    home = os.path.expanduser("~")
-    replacements = {str(folder): folder.name, str(ROOT): ".", sys.prefix: "python"} | (
-        {} if home == "/" else {home: "~"}
-    )
+    """A text of the run in `folder` without this machine's paths to OUTPUT_DIR, the project, Python and the home."""
+    replacements = {str(folder): folder.name, str(ROOT): ".", sys.prefix: "python"}
+    if (home := os.path.expanduser("~")) != "/":
+        replacements[home] = "~"
     paths = "|".join(map(re.escape, sorted(replacements, key=len, reverse=True)))
     return re.sub(rf"(?<![\w.~/-])(?:{paths})(?!\w)", lambda match: replacements[match[0]], text)
 
 
 def write_zip(folder: Path) -> Path:
     """Writes OUTPUT_DIR.zip beside OUTPUT_DIR, whole or not at all, and returns its path. It holds all files but
-    pickles, links and unfinished files, best/ first. FILES_WITH_PATHS lose the paths of this machine; settings.json
-    keeps its own."""
+    pickles, links and unfinished ones, best/ first; this machine's paths are taken out of FILES_WITH_PATHS alone."""
     with (
         whole_file(zip_path(folder)) as temporary,
         zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive,

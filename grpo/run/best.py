@@ -13,17 +13,16 @@ from grpo.run.durable import Record, file_sha256, read_sealed, sync, sync_files,
 from grpo.run.layout import ADAPTER, BEST, COMPLETE, MANIFEST, unused_path
 from grpo.settings_table import TASK_FILES
 
-# BEST_BY -> the column of metrics.csv by which the best adapter is chosen, and the phrase for its value. A simulator's
-# column is the first of its figures in task.json.
+# BEST_BY -> the column of metrics.csv that decides, a simulator's first figure in task.json; the phrase for its value.
 FIGURES, WORDS = {"reward": "heldout_reward"}, {"reward": "held-out reward of {:.3f}"}
-for task in filter(lambda task: "best_by" in task, TASK_FILES.values()):
-    FIGURES[task["best_by"]], figure = next(iter(task["figures"].items()))
-    WORDS[task["best_by"]] = figure["words"]
+for task in TASK_FILES.values():
+    if best_by := task.get("best_by"):
+        FIGURES[best_by], figure = next(iter(task["figures"].items()))
+        WORDS[best_by] = figure["words"]
 
 
 def is_better(best_by: str, value: float, other: float) -> bool:
-    """Whether `value` of the figure that BEST_BY names is better than `other`: a reward should be high, a simulator's
-    figure low."""
+    """Whether `value` of BEST_BY's figure is better than `other`: a reward should be high, a simulator's figure low."""
     return value > other if best_by == "reward" else value < other
 
 
@@ -69,8 +68,7 @@ def keep_best(
 
     `values`: `step` and the columns measured after that step; `base`: those of the base model; `measured`: the
     conditions of the measurement, and if a resumed run changes them, the choice begins again; `save` writes the adapter
-    and its card into a new folder.
-    """
+    and its card into a new folder."""
     column = FIGURES[best_by]
     if values.get(column) is None or base.get(column) is None:
         return {}

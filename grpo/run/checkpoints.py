@@ -87,8 +87,7 @@ def find_checkpoint(folder: Path) -> tuple[int, Path | None, dict[Path, str]]:
 
 
 def rotate_checkpoints(folder: Path, limit: int) -> None:
-    """Deletes all checkpoints but the last `limit` by step. The Trainer's own rotation goes by modification times,
-    which are meaningless after a copy or with a wrong clock."""
+    """Deletes all checkpoints but the last `limit` by step: the Trainer goes by file times, which a copy changes."""
     for _, path in checkpoints(folder)[:-limit]:
         shutil.rmtree(path, ignore_errors=True)
 

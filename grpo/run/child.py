@@ -39,9 +39,8 @@ def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterat
 
 @contextlib.contextmanager
 def forwarding_signals() -> Iterator[None]:
-    """Inside the block SIGINT, SIGTERM and SIGHUP are forwarded to the child programs, and this process waits until
-    they have ended. Only the main thread can catch signals: enter a block there before other threads call
-    `run_child`."""
+    """Inside the block SIGINT, SIGTERM and SIGHUP are forwarded to the child programs, and this process waits for them.
+    Only the main thread can catch signals: enter a block there before other threads call `run_child`."""
     global _forwarding
     if _forwarding or threading.current_thread() is not threading.main_thread():
         yield
@@ -70,10 +69,18 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 @contextlib.contextmanager
 def delaying_signals() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP that the main thread, which must enter the block, receives inside it take effect at
-    its end. Blocking them by a mask would not do: another thread of torch's would receive them."""
+    its end. Blocking them by a mask would not do: another thread of torch's would receive them. In a process that is
+    forked inside the block they take effect at once: it never reaches the block's end."""
     received: list[int] = []
+    own_pid = os.getpid()
+
+    def delay(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own_pid:
+            os._exit(128 + number)
+        received.append(number)
+
     try:
-        with handling_signals(lambda number, frame: received.append(number)):
+        with handling_signals(delay):
             yield
     finally:
         for number in received:
@@ -95,14 +102,11 @@ def run_child(
     """Runs a program with this process's environment and `environ`, and returns its exit code, 128 + N where signal N
     ended it. `output`: the file for the program's output, None for the terminal.
 
-    After a signal to this process it raises SystemExit, with the child's exit code if that is not 0, so that the caller
-    starts nothing else.
-    """
+    After a signal to this process it raises SystemExit, with the child's code unless 0: nothing else is started."""
     with forwarding_signals():
         if _received:
             raise SystemExit(128 + _received[0])
-        # The child has a process group of its own, so that the terminal's Ctrl-C reaches it once, forwarded from here:
-        # a second SIGINT would end it at once.
+        # A process group of its own, so that Ctrl-C reaches the child once, from here: a second one ends it at once.
         child = subprocess.Popen(
             command,
             env=os.environ | environ,

@@ -21,8 +21,7 @@ from grpo.settings import Problems, log
 
 SEAL = "sha256"  # The key of a JSON record that holds the checksum of all its other values.
 Record = dict[str, Any]  # A JSON object, whose values may be of any type.
-# File name -> the types of the values that are read from its record. `read_json` refuses other types; a value may be
-# missing.
+# File name -> types of the values that are read from its record. `read_json` refuses others; a value may be missing.
 TYPES: dict[str, dict[str, Any]] = {
     "settings.json": {"settings": dict, "sources": dict, "choices": dict, "machine": dict, "data_sha256": str},
     "deleting.json": {"settings": dict, "choices": dict, "data_sha256": str},
@@ -84,8 +83,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_named(path: Path, text: str) -> None:
-    """`write_text` for a file that the user named: a link's target is written, and a pipe or a device such as
-    /dev/stdout is not replaced by a file."""
+    """`write_text` for a file that the user named: it may be a link, a pipe or a device such as /dev/stdout."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
     else:
@@ -100,8 +98,7 @@ def check_writable(path: Path, problems: Problems) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Yields whether this process could lock a folder. The lock lasts as long as the block, and never longer than the
-    process, however that ends."""
+    """Yields whether this process could lock a folder. The lock ends with the block, or with a killed process."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,8 +130,7 @@ def scratch_folder() -> Path:
 
 
 def regular_file_size(path: Path) -> int:
-    """The size of a file in bytes. Raises ValueError if it is not a regular file, as reading a pipe might never end,
-    and OSError if it is missing."""
+    """The size of a file in bytes. Raises OSError, and ValueError if not regular: reading a pipe might never end."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is not a regular file")
@@ -162,10 +158,8 @@ def type_fault(value: object, kind: Any, name: str) -> str | None:
 
 
 def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
-    """The object in a JSON file. Raises OSError if the file cannot be read, and ValueError with the file's name if it
-    holds no JSON object, or a value of another type than TYPES says. Errors of a type in `empty` give an empty
-    object."""
-    failure: OSError | ValueError
+    """The object in a JSON file. Raises OSError, and ValueError with the file's name if it holds no JSON object, or a
+    value of another type than TYPES says. Errors of a type in `empty` give an empty object."""
     try:
         if regular_file_size(path) > LARGEST:
             raise ValueError(f"it is larger than {LARGEST / 2**20:.0f} MiB")
@@ -176,10 +170,8 @@ def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
             if name in record and (fault := type_fault(record[name], kind, name)):
                 raise ValueError(fault)
         return record
-    except OSError as error:
-        failure = error
-    except (ValueError, RecursionError) as error:
-        failure = ValueError(f"{path.name} cannot be read ({error})")
+    except (OSError, ValueError, RecursionError) as error:
+        failure = error if isinstance(error, OSError) else ValueError(f"{path.name} cannot be read ({error})")
     if isinstance(failure, empty):
         return {}
     raise failure

@@ -75,8 +75,7 @@ class StopRequest:
 
 
 class RunFailure(RuntimeError):
-    """A failure with an exit code of its own. `label` comes before its message in the log; `is_zipped`: whether the
-    run's zip is written after it."""
+    """A failure with an exit `code` of its own. `label` precedes its message; `is_zipped`: the run's zip is written."""
 
     code = 1
     label = "run"
@@ -164,8 +163,7 @@ def record_end(ranks: Ranks, folder: Path, settings: Settings, run: Callable[[],
         log.propagate = False
 
     def write_lost_rank(lost: RankLost) -> None:
-        """Writes which rank was lost. Rank 0 does so; if rank 0 itself was lost without a message, the first of the
-        other ranks."""
+        """Writes which rank was lost. If that is rank 0, and it left no message, the first of the others writes it."""
         if ranks.rank:
             if lost.rank or lost.message:
                 return
@@ -206,11 +204,12 @@ def end_quietly(main: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except OSError as error:
-        is_pipe = isinstance(error, BrokenPipeError) and is_unread(sys.stdout.fileno())
-        if code is None and not is_pipe:
+        if isinstance(error, BrokenPipeError) and is_unread(sys.stdout.fileno()):
+            code = 128 + signal.SIGPIPE
+        elif code is None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
-        return 128 + signal.SIGPIPE if is_pipe or code is None else code
+        return code
 
 
 def run_script(main: Callable[[], int]) -> int:

@@ -169,9 +169,8 @@ def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Record]
 
 
 def cut_logs(folder: Path, checkpoint: Path | None) -> None:
-    """Cuts each log back to its length when the checkpoint was written, because the run writes the later rows again.
-    Without a checkpoint the logs are deleted. A log that was moved away is removed from all manifests: a new one with
-    other contents begins."""
+    """Cuts each log back to its length at the checkpoint, because the run writes the later rows again; deletes all logs
+    without a checkpoint. A log that was moved away is removed from all manifests, because a new one begins."""
     missing = {name for name in LOGS if not (folder / name).exists()}
     for manifest in [path / MANIFEST for _, path in checkpoints(folder)] if missing else ():
         with contextlib.suppress(OSError, ValueError, KeyError):  # A damaged checkpoint is not continued anyway.

@@ -17,10 +17,10 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 ```"""
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, each cell on one line."""
+def table(header: list[str], rows: list[list[str]], longest_cell: int = 300) -> str:
+    """A Markdown table, each cell on one line; longer cells lose their middle."""
     lines = [header, ["---"] * len(header), *rows]
-    escaped = ([one_line(cell, 300).replace("|", "\\|") for cell in cells] for cells in lines)
+    escaped = ([one_line(cell, longest_cell).replace("|", "\\|") for cell in cells] for cells in lines)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
 
 

@@ -27,8 +27,7 @@ MANIFEST = "manifest.json"  # The last file of a checkpoint.
 ADAPTER = "adapter_model.safetensors"
 BEST = "best"  # The folder of the best evaluated adapter.
 LOGS = ("metrics.csv", "completions.csv")
-# A folder with nothing else holds no run: a kill during a run's first write leaves the first of these, and a new file
-# system has the second.
+# What a folder without a run may hold: a file that a kill in a run's first write left, and a new file system's folder.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
 ANOTHER_DIR = "choose another OUTPUT_DIR"
 # The names of all files and folders that a run writes. OVERWRITE=1 deletes them.
@@ -70,8 +69,7 @@ def lock_path(folder: Path) -> Path:
 
 @dataclass
 class RunLock:
-    """The lock of OUTPUT_DIR, and the paths that were created for it: the lock file, then the folders above it,
-    innermost first."""
+    """The lock of OUTPUT_DIR, and what was created for it: the lock file, then the folders above, innermost first."""
 
     file: FileLock
     created: list[Path]
@@ -104,8 +102,7 @@ def lock_run(folder: Path) -> RunLock | None:
 
 
 def check_output_dir(settings: Settings, problems: Problems) -> bool:
-    """Checks that OUTPUT_DIR, and the zip beside it, can be written. Returns False if OUTPUT_DIR cannot be a folder at
-    all."""
+    """Checks that OUTPUT_DIR and the zip beside it can be written. Returns False if OUTPUT_DIR can be no folder."""
     folder, where = run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"
     parent = existing_parent(folder)
     if not settings.OUTPUT_DIR.strip() or not parent.is_dir():
@@ -151,9 +148,8 @@ TORCH_WRITE_ERRORS = ("inline_container", "iostream error")  # By torch's zip wr
 
 
 def is_full_disk(error: BaseException, folder: Path) -> bool:
-    """Whether an exception or its cause says that a disk or a quota has no room for more bytes or files. safetensors
-    and torch.save raise no OSError, and torch's message is the same for every failed write: for that, the free space of
-    `folder` decides."""
+    """Whether an exception or its cause says that a disk or a quota is full. safetensors and torch.save raise no
+    OSError, and torch's message is the same for every failed write: for that, the free space of `folder` decides."""
     cause: BaseException | None = error
     while cause is not None:
         number, text = getattr(cause, "errno", None), str(cause)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs that a run writes while it trains: metrics.csv and completions.csv row by row, and training.log with warnings
-and the time left."""
+"""Logs that a run writes while it trains: metrics.csv, completions.csv, training.log with warnings and time left."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def read_header(path: Path) -> list[str]:
 
 
 class CsvLog:
-    """A CSV that grows row by row. Each write is flushed, so that a killed run keeps its rows. Raises ValueError if the
-    file exists with other columns."""
+    """A CSV whose rows a killed run keeps: each write is flushed. Raises ValueError for a file with other columns."""
 
     def __init__(self, path: Path, columns: Iterable[str]):
         self.columns = list(columns)
@@ -67,8 +65,7 @@ class CsvLog:
             raise ValueError(f"{columns}: finish the run with the version that began it")
 
     def write(self, rows: Iterable[Mapping[str, Cell]]) -> None:
-        """Appends rows. In a row with a carriage return every cell is quoted: Python's writer does not quote a cell for
-        that alone, and the row would be read back as two."""
+        """Appends rows. A row with a carriage return is quoted, as Python's writer does not: it would read as two."""
         text = io.StringIO(newline="")
         plain = csv.writer(text, lineterminator="\n")
         quoted = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
@@ -183,8 +180,7 @@ class Pace:
 
 class RunLog:
     """The logs of OUTPUT_DIR: each step's completions and metrics, its line in training.log, and warnings if answers
-    stop parsing or rewards stop teaching. A resumed run goes on with the history in metrics.csv. `functions` are the
-    names of the reward functions."""
+    stop parsing or rewards stop teaching, for which metrics.csv is read. `functions`: names of the reward functions."""
 
     def __init__(self, folder: Path, settings: Settings, functions: Sequence[str] = ()):
         # With DIRECT_ANSWERS each completion is a single chosen token, whose form and length are not logged.
@@ -210,10 +206,9 @@ class RunLog:
         zero_std_fraction: float,
         expected_share: float | None = None,
     ) -> None:
-        """Writes a step's N completions, each with its weighted reward in `totals` (N,) and the scores of the F reward
-        functions in `scores` (N, F), and keeps their rates for `write_step`. `zero_std_fraction`: the share of groups
-        that teach nothing; `expected_share`: the share of completions that learn from their expected reward, None
-        without EXPECTED_REWARD."""
+        """Writes a step's N completions with their weighted rewards in `totals` (N,) and the `scores` of the F reward
+        functions (N, F), and keeps their rates for `write_step`. `zero_std_fraction`: share of groups that teach
+        nothing; `expected_share`: that of completions with an expected reward, None without EXPECTED_REWARD."""
         self.completions.write(
             {
                 "step": step,
@@ -242,8 +237,7 @@ class RunLog:
         return dict(zip(LOGS, (self.metrics.sync(), self.completions.sync()), strict=True))
 
     def write_step(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """Writes a step's row and its line, and warns. `figures`: values by column of METRICS; the other columns were
-        computed by `write_completions`."""
+        """Writes a step's row and line, and warns. `figures`: the columns that `write_completions` did not compute."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         row: dict[str, Cell] = {"step": step, "time": now, **self.rates, **figures}
         row |= {name: f"{value:.6g}" for name, value in row.items() if isinstance(value, float)}

@@ -123,8 +123,7 @@ class Ranks:
         return cls(rank, size, local_rank, local_size, address, port, run_id, launched=True)
 
     def share_out(self, count: int, group: int = 1) -> range:
-        """This process's part of `count` rows, in whole groups if `group` divides `count`. If the parts cannot be
-        equal, the first ranks get more."""
+        """This process's part of `count` rows, in whole groups if `group` divides `count`. The first may get more."""
         group = group if count % group == 0 else 1
         groups = count // group
         start, stop = (groups // self.size * n + min(n, groups % self.size) for n in (self.rank, self.rank + 1))
@@ -170,8 +169,7 @@ class Ranks:
     # ---- Exchanging values: all processes must call these in the same order. They raise RankLost. ----
 
     def _wait(self, work: Work) -> None:
-        """Waits for `work` for as long as other ranks take; raises RankLost if one is lost. The pauses are short, so
-        that signals are answered."""
+        """Waits for `work`, in short pauses so that signals are answered. Raises RankLost if a rank is lost."""
         pause = 0.0005
         while not work.is_completed():
             if self.lost:

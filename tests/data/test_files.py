@@ -61,9 +61,7 @@ def test_messages_may_be_text(tmp_path, write):
     header = ["prompt", "system", "reward_action_0", "reward_action_1"]
     rows, problems = load_table(tmp_path / "d.csv", header, [write(TALK), "", 1, 2], ["[{in braces}]", "", 1, 2])
     assert not problems and rows[0].messages == MESSAGES and rows[0].trl_prompt == TALK
-    assert rows[1].messages == (("user", "[{in braces}]"),) and rows[1].trl_prompt == "[{in braces}]", (
-        "else a user's text"
-    )
+    assert rows[1].messages == (("user", "[{in braces}]"),) and rows[1].trl_prompt == "[{in braces}]"
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):

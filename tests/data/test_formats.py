@@ -47,9 +47,8 @@ def test_the_same_rows_in_every_format(tmp_path):
     seen = [[(row.id, row.messages, row.rewards, row.q, row.columns["note"]) for row in rows] for rows, _ in loaded]
     assert seen[0] == seen[1] == seen[2] == seen[3] and seen[0][1][0] == "d:2"
     assert seen[0][0][1:] == ((("user", "Go"),), (0.0, 0.5), (-1.0, -0.5), "a,b")
-    assert all(isinstance(row.trl_prompt, list) for rows, _ in loaded for row in rows), (
-        "a user column: TRL's conversational form"
-    )
+    # With a user column functions get TRL's conversational form.
+    assert all(isinstance(row.trl_prompt, list) for rows, _ in loaded for row in rows)
 
 
 OURS, BRIEF, GO = ("system", "Ours"), ("system", "Be brief."), ("user", "Go")
@@ -71,9 +70,8 @@ def test_what_a_prompt_may_be(tmp_path):
     rows, problems = load(path, "Ours")
     assert not problems and [row.messages for row in rows] == [messages for _, messages in PROMPTS]
     assert [isinstance(row.trl_prompt, str) for row in rows].index(True) == 5, "the file has a user column"
-    assert [message["content"] for row in rows[-2:] for message in row.trl_prompt] == ["Mine", " Go", "Go"], (
-        "as it stands there"
-    )
+    as_written = [message["content"] for row in rows[-2:] for message in row.trl_prompt]
+    assert as_written == ["Mine", " Go", "Go"]
     assert rows[2].columns["answer"] == {"a": [1]}, "columns keep their type"
 
 

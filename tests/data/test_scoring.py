@@ -68,25 +68,15 @@ def scores(name, row, texts):
     return [value for (value,) in scores_of([name], row, texts)]
 
 
-TEXT = Row(
-    "d.jsonl",
-    1,
-    (("user", "2 + 2?"),),
-    (),
-    {"ground_truth": "4", "task": "math"},
-    "<|start|>assistant",
-    trl_prompt="2 + 2?",
-)
+TEXT = Row("d.jsonl", 1, (("user", "2 + 2?"),), (), {}, "<|start|>assistant", trl_prompt="2 + 2?")
 CHAT = dataclasses.replace(TEXT, trl_prompt=[{"role": "user", "content": "2 + 2?"}])
 
 
 @pytest.mark.parametrize("row", [TEXT, CHAT])
 def test_a_first_argument_of_another_name_gets_whole_turns(row, tmp_path, monkeypatch):
     """By position; test_wiring.py shows that all other functions are called as TRL calls them."""
-    module = (
-        "def turns(texts, *, prompts, **columns): return [float(x.startswith('<|start|>assistant')) for x in texts]"
-    )
-    (tmp_path / "my_turns.py").write_text(module)
+    code = "return [float(x.startswith('<|start|>assistant')) for x in texts]"
+    (tmp_path / "my_turns.py").write_text(f"def turns(texts, *, prompts, **columns): {code}")
     monkeypatch.chdir(tmp_path)
     assert scores("my_turns:turns", row, ["so 4", "boxed{4}"]) == [1.0, 1.0]
 

@@ -36,7 +36,7 @@ def test_errors(command, message, tmp_path, capsys):
 
 INTERRUPTED = """
 import multiprocessing.process, os, signal, sys, time
-from grpo.model.warmup_rows import make_rows
+from grpo.model import warmup_rows
 from grpo.run.ending import run_script
 
 start, begun = multiprocessing.process.BaseProcess.start, []
@@ -46,18 +46,27 @@ def start_and_strike(process):
     begun.append(process)
     if len(begun) == 2:
         time.sleep(3 * (sys.argv[1] == "SIGKILL"))  # Both ask for their end with the parent, on a busy machine too.
-        os.kill(begun[0].pid if sys.argv[2] == "worker" else os.getpid(), signal.Signals[sys.argv[1]])
+        os.kill(os.getpid() if sys.argv[2] == "self" else begun[0].pid, signal.Signals[sys.argv[1]])
         time.sleep(0.01)
 
 multiprocessing.process.BaseProcess.start = start_and_strike
 os.cpu_count = lambda: 3
-sys.exit(run_script(lambda: len(make_rows("compact", 100, 1, 1.0)[1])))
+if sys.argv[2] == "first of three":  # The pool ends the third before it has begun.
+    begin = warmup_rows.begin_worker
+    warmup_rows.begin_worker = lambda: (time.sleep(2 * (len(begun) == 2)), begin())
+sys.exit(run_script(lambda: len(warmup_rows.make_rows("compact", 100, 1, 1.0)[1])))
 """
 
 
 @pytest.mark.parametrize(
     ("name", "target", "code"),
-    [("SIGINT", "self", 130), ("SIGTERM", "self", 143), ("SIGKILL", "self", -9), ("SIGKILL", "worker", 1)],
+    [
+        ("SIGINT", "self", 130),
+        ("SIGTERM", "self", 143),
+        ("SIGKILL", "self", -9),
+        ("SIGKILL", "first", 1),
+        ("SIGKILL", "first of three", 1),
+    ],
 )
 def test_no_process_outlives_the_one_that_makes_rows(name, target, code, tmp_path):
     """An interrupt between the starts of two processes left one that waited for ever, and a kill left all."""
@@ -67,7 +76,7 @@ def test_no_process_outlives_the_one_that_makes_rows(name, target, code, tmp_pat
     with errors.open("w") as file:
         process = subprocess.Popen(command, env=environ, stderr=file, start_new_session=True)
     assert process.wait(60) == code
-    assert ("Traceback" in errors.read_text()) == (target == "worker")
+    assert ("Traceback" in errors.read_text()) == (target != "self")
     deadline = time.monotonic() + 20
     try:
         while time.monotonic() < deadline:

@@ -14,11 +14,7 @@ from grpo.plan.targets import EXPERT_PARAMETERS, LINEAR_MODULES, shortest_target
 
 @pytest.mark.parametrize(
     ("words", "count", "parameters"),
-    [
-        ("all-linear", 96, 1_990_656),
-        ("all-linear,q_proj,7.experts", 98, 3_833_856),
-        ("24.experts", 0, 0),
-    ],
+    [("all-linear", 96, 1_990_656), ("all-linear,q_proj,7.experts", 98, 3_833_856), ("24.experts", 0, 0)],
 )
 def test_what_words_match_in_gpt_oss_20b(words, count, parameters):
     """At rank 4; 1,990,656 is PEFT's own count of `all-linear`."""

@@ -8,13 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN
 from damage import KINDS
-from machines import CPU, only
+from machines import only, resolved_run
 
 from grpo.plan.hub import REAL_CONFIG, read_json
 from grpo.preflight.adapter import check_start_adapter, read_start_adapter
-from grpo.preflight.checks import preflight
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint
 from grpo.run.durable import file_sha256
 from grpo.run.folder import ADAPTER, RunState
@@ -28,10 +26,9 @@ def start(tiny, folder, model=None, **environ):
     return settings, adapter, problems
 
 
-def test_the_adapters_own_shape_is_taken(tiny, saved_adapter, tmp_path):
+def test_the_adapters_own_shape_is_taken(saved_adapter, tmp_path):
     for changes in ({}, {"LORA_R": "3", "LORA_TARGETS": " v_proj,q_proj"}):
-        environ = {"MODEL_ID": "tiny", "INIT_ADAPTER": str(saved_adapter), "OUTPUT_DIR": str(tmp_path / "run")}
-        resolved = preflight(CLEAN | environ | {"EVAL_SAMPLES": "0"} | changes, CPU)
+        resolved = resolved_run(tmp_path / "run", INIT_ADAPTER=saved_adapter, EVAL_SAMPLES=0, **changes)
         assert resolved.adapter.settings == {"LORA_R": 3, "LORA_ALPHA": 5.0, "LORA_TARGETS": "q_proj,v_proj"}
         assert all(getattr(resolved.settings, name) == value for name, value in resolved.adapter.settings.items())
         assert resolved.adapter.digest == file_sha256(saved_adapter / ADAPTER) and not resolved.problems

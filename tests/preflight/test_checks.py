@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import types
 
 import pytest
-from conftest import CLEAN, RENDERED, ROOT, run_script, write_csv
-from machines import CPU, H100, LARGE_CONFIG, only, plan_inputs
+from conftest import RENDERED, ROOT, run_script, write_csv
+from machines import CPU, H100, LARGE_CONFIG, only, plan_inputs, resolved_run
 
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import plan_memory
@@ -116,13 +117,8 @@ def test_experts_are_shared_where_vllms_layout_is_known(capability, vllm, sync, 
 
 @pytest.fixture
 def tiny_run(tmp_path):
-    """Resolves a run of the tiny model's demo, of 783 training rows and 8 prompts a step."""
-
-    def resolved(machine=CPU, **environ):
-        settings = {"MODEL_ID": "tiny", "OUTPUT_DIR": tmp_path / "run", "EVAL_SAMPLES": 0} | environ
-        return checks.preflight(CLEAN | {name: str(value) for name, value in settings.items()}, machine)
-
-    return resolved
+    """Resolves a run without evaluations, unless EVAL_SAMPLES is set."""
+    return functools.partial(resolved_run, tmp_path / "run", EVAL_SAMPLES=0)
 
 
 def test_every_choice_has_its_reason_and_what_was_set_is_not_changed(tmp_path):
@@ -311,8 +307,7 @@ def test_disk_space(tmp_path, monkeypatch):
     assert problems(2**20)[0].startswith(f"OUTPUT_DIR={tmp_path / 'run'}: checkpoints, logs and the zip need 0.7 GiB")
     problem = only(problems(5 * 2**30))
     assert problem.startswith(f"HF_HOME={tmp_path / 'hf'}: ") and "12.8 GiB" in problem
-    larger = {**REAL_CONFIG, "num_hidden_layers": 36, "num_local_experts": 128}
-    assert "60.8 GiB" in only(problems(50 * 2**30, config=larger))
+    assert "60.8 GiB" in only(problems(50 * 2**30, config=LARGE_CONFIG))
     (tmp_path / "model.safetensors").touch()
     for size, need in ((5 * 2**30, ["7.8 GiB"]), (13_761_264_768, [])):
         os.truncate(tmp_path / "model.safetensors", size)
@@ -333,15 +328,7 @@ def test_everything_at_once_exits_2_and_writes_nothing(tiny, tmp_path):
         GENERATION_BATCH=7, WARMUP_STEPS="x", OUTPUT_DIR="run", code=2,
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
-    named = (
-        "tokenizer.json fails",
-        "~nobody-here",
-        "NUM_GENERATIONS",
-        "SEED: ",
-        "my_exit:score",
-        "none.csv",
-        "oddity",
-    )
+    named = ("tokenizer.json fails", "~nobody-here", "NUM_GENERATIONS", "SEED: ", "my_exit:score", "none.csv", "oddity")
     for words in (*named, "column reward_action_0: 'a'", "GENERATION_BATCH: 7", "WARMUP_STEPS: 'x'", "LEARNING_RATES"):
         assert words in done.stderr, words
     assert "11 problems" in done.stderr

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
-from conftest import CLEAN, RENDERED, ROOT, write_csv
-from machines import CPU, H100, only
+from conftest import RENDERED, ROOT, write_csv
+from machines import CPU, H100, only, resolved_run
 
 from grpo.data.files import Row
 from grpo.data.prompts import ANSWER_BEFORE, answer_of, open_answer
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.preflight.banner import banner
-from grpo.preflight.checks import preflight
 from grpo.settings import Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
@@ -22,12 +23,7 @@ START = "<|start|>assistant"
 @pytest.fixture
 def direct_run(tmp_path):
     """Resolves a run with DIRECT_ANSWERS on the demo's data."""
-
-    def resolved(machine=CPU, **settings):
-        environ = {"MODEL_ID": "tiny", "DIRECT_ANSWERS": 1, "OUTPUT_DIR": tmp_path / "run"} | settings
-        return preflight(CLEAN | {name: str(value) for name, value in environ.items()}, machine)
-
-    return resolved
+    return functools.partial(resolved_run, tmp_path / "run", DIRECT_ANSWERS=1)
 
 
 REFUSED = [
@@ -51,27 +47,21 @@ def test_all_that_cannot_go_with_it_is_refused_together(direct_run):
 
 def test_rows_need_the_reward_of_each_action(direct_run, tmp_path, monkeypatch):
     """Those of EVAL_DATA too, and also where the function would be content without."""
-    (tmp_path / "content.py").write_text("def score(completions, **columns):\n    return [0.5] * len(completions)\n")
-    with (tmp_path / "content.py").open("a") as file:
-        file.write("score.by_action = True\n")
+    code = "def score(completions, **columns):\n    return [0.5] * len(completions)\nscore.by_action = True\n"
+    (tmp_path / "content.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     bare = write_csv(tmp_path / "bare.csv", ["prompt"], [[RENDERED.format(f"question {i}")] for i in range(3)])
     paid = write_csv(tmp_path / "paid.csv", HEADER, [[RENDERED.format(f"question {i}"), 0, 1] for i in range(3)])
     for data, heldout in ((bare, paid), (paid, bare)):
         problems = direct_run(DATA=data, EVAL_DATA=heldout, REWARDS="content:score").problems
-        assert any(
-            text.startswith("DIRECT_ANSWERS: ") and "bare.csv has no reward_action_k" in text for text in problems
-        )
+        assert [text for text in problems if text.startswith("DIRECT_ANSWERS: ") and "bare.csv has no reward" in text]
     assert not direct_run(DATA=paid, EVAL_DATA=paid, REWARDS="content:score").problems
 
 
 def test_an_action_of_several_tokens_is_refused(direct_run, tmp_path):
     """The tiny model's tokenizer has a token for each number up to 200."""
-    many = write_csv(
-        tmp_path / "many.csv",
-        ["prompt", *(f"reward_action_{k}" for k in range(202))],
-        [[RENDERED.format("question"), 1, *[0] * 201]],
-    )
+    header = ["prompt", *(f"reward_action_{k}" for k in range(202))]
+    many = write_csv(tmp_path / "many.csv", header, [[RENDERED.format("question"), 1, *[0] * 201]])
     problem = only(direct_run(DATA=many, EVAL_SAMPLES=0).problems)
     assert "its tokenizer writes `201` in several" in problem
 
@@ -96,14 +86,14 @@ def test_what_a_run_resolves_to(direct_run):
     assert not unused.problems and unused.expected_reward
 
 
-def test_full_prompts_of_a_large_model_are_evaluated_exactly_as_well(direct_run, tmp_path):
+def test_full_prompts_of_a_large_model_are_evaluated_exactly_as_well(direct_run):
     """Sampled evaluations say that these are too many; here a forward pass tells the probabilities of all answers."""
     prompts = {"DATA": "data/tes_train.csv", "EVAL_DATA": "data/tes_heldout.csv", "MAX_PROMPT_LEN": 100_000}
     resolved = direct_run(EVAL_PROFILE=ROOT / "data/profile_heldout.csv", **prompts)
     assert resolved.exact and resolved.closed_loop.runs and not resolved.closed_loop.why_sampled
 
 
-def test_the_plan_has_no_rollout(tiny):
+def test_the_plan_has_no_rollout():
     """At full size: no cache of keys and values, and choosing takes a part of what learning does."""
     settings = Settings(DIRECT_ANSWERS=True, NUM_GENERATIONS=1, MAX_COMPLETION_LEN=1, PROMPTS_PER_STEP=256)
     shapes = PlanInputs(REAL_CONFIG, H100, 900, "torch_flash", "prefix")

@@ -24,7 +24,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="session")
-def direct_run(tiny, tmp_path_factory):
+def direct_run(tmp_path_factory):
     """Four steps with all evaluations, on one window and 12 held-out rows."""
     folder = tmp_path_factory.mktemp("direct")
     held_out, profile = folder / "held_out.csv", folder / "days.csv"
@@ -54,10 +54,8 @@ def test_logs_say_nothing_of_what_was_not_sampled(direct_run):
 
 def test_report_and_watching_leave_these_out(direct_run, capsys):
     page = (direct_run.folder / "report.html").read_text()
-    assert "Entropy" in page
-    assert not [
-        title for title in ("Parse rate</b>", "Completion length", "Clipped ratio", " tokens</div>") if title in page
-    ]
+    titles = ("Parse rate</b>", "Completion length", "Clipped ratio", " tokens</div>")
+    assert "Entropy" in page and not [title for title in titles if title in page]
     assert watch.main([str(direct_run.folder)]) == 0
     picture = capsys.readouterr().out
     assert "reward" in picture and "nan" not in picture and "parse rate" not in picture and "length" not in picture
@@ -79,7 +77,7 @@ def test_the_card_says_how_prompts_end(direct_run):
         assert f"Its prompts end in `{ANSWER_BEFORE}`" in card and "completions each" not in card
 
 
-def test_the_adapter_is_evaluated_as_in_its_run(direct_run, tmp_path, capsys):
+def test_the_adapter_is_evaluated_as_in_its_run(direct_run, tmp_path):
     """scripts/evaluate.py follows settings.json: the same figures to float32's last digits, on rows and plant."""
     out = tmp_path / "rows.json"
     assert ev.main([str(direct_run.folder), "--data", str(direct_run.held_out), "--out", str(out)]) == 0
@@ -87,9 +85,8 @@ def test_the_adapter_is_evaluated_as_in_its_run(direct_run, tmp_path, capsys):
     assert alone["exact"] and alone["after"]["reward"] == pytest.approx(of_run["after"]["reward"], abs=1e-5)
     options = ["--profile", str(direct_run.profile), "--out", str(tmp_path / "plant.json")]
     assert ev.main([str(direct_run.folder), *options]) == 0
-    of_run, alone = (
-        json.loads(p.read_text()) for p in (direct_run.folder / "closed_loop.json", tmp_path / "plant.json")
-    )
+    files = direct_run.folder / "closed_loop.json", tmp_path / "plant.json"
+    of_run, alone = (json.loads(path.read_text()) for path in files)
     regrets = [record["totals"]["trained"]["regret_percent"] for record in (of_run, alone)]
     assert alone["exact"] and regrets[1] == pytest.approx(regrets[0], rel=1e-4)
 

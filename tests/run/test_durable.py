@@ -107,8 +107,6 @@ def test_no_flipped_bit_changes_what_a_record_says(tmp_path, caplog):
         except ValueError:
             assert not is_intact(path)
     assert "evaluation.json is damaged" in caplog.text and "measured again" in caplog.text
-    path.write_text('{"steps": 12}')
-    assert read_sealed(path) == {"steps": 12}, "who edited it has deleted the checksum"
     assert not is_intact(tmp_path / "none.json")
 
 

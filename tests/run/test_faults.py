@@ -24,7 +24,7 @@ from grpo.run.folder import COMPLETE, find_checkpoint
 
 
 @pytest.fixture
-def run_here(monkeypatch, tmp_path, tiny, quiet):
+def run_here(monkeypatch, tmp_path, quiet):
     """A run in this process: (exit code, training.log)."""
 
     def run_once(**settings: object) -> tuple[int, str]:
@@ -107,7 +107,7 @@ def test_a_reward_function_that_fails_loses_no_finished_step(run_here, monkeypat
     assert code == 0 and "continuing from step 3" in log
 
 
-def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
+def test_a_lost_terminal_does_not_keep_the_run_from_saving(tmp_path):
     """The run has a terminal of its own, whose other end is closed: then every write to it fails, and the kernel sends
     SIGHUP."""
     folder = tmp_path / "run"
@@ -131,7 +131,7 @@ def test_a_lost_terminal_does_not_keep_the_run_from_saving(tiny, tmp_path):
     assert "the same command continues from step 2" in log and "Traceback" not in log
 
 
-def test_neither_nohup_nor_a_reader_that_is_gone_ends_the_run(tiny, tmp_path):
+def test_neither_nohup_nor_a_reader_that_is_gone_ends_the_run(tmp_path):
     """`nohup train_grpo.py | tee log`, the terminal is closed and the reader ends."""
     folder = tmp_path / "run"
     # What Python cannot flush at its end is exit code 120.

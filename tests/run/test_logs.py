@@ -11,14 +11,7 @@ from conftest import read_csv
 from run_folders import ROW
 
 from grpo.data.scoring import Completion
-from grpo.run.logs import (
-    LEAST_STEPS,
-    METRICS,
-    Pace,
-    RunLog,
-    parse_rate_warning,
-    reward_warning,
-)
+from grpo.run.logs import LEAST_STEPS, METRICS, Pace, RunLog, parse_rate_warning, reward_warning
 from grpo.settings import Settings
 
 

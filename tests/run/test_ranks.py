@@ -40,7 +40,7 @@ def test_a_process_sees_its_own_gpu_and_no_launcher(monkeypatch, quiet, visible,
     assert (ranks.rank, ranks.size, ranks.address, ranks.port, ranks.launched) == (1, 2, "host", 29500, True)
 
 
-def test_processes_of_several_machines_choose_their_own_network(monkeypatch, quiet):
+def test_processes_of_several_machines_choose_their_own_network(quiet):
     """And one process alone takes one GPU of several."""
     for size in "12":
         environ = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": size}

@@ -23,7 +23,7 @@ from grpo.run.logs import COMPLETIONS, METRICS
 
 
 @pytest.fixture(scope="session")
-def whole_run(tiny, tmp_path_factory) -> Path:
+def whole_run(tmp_path_factory) -> Path:
     """Six steps without an interruption, with an evaluation before and after."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
@@ -206,7 +206,7 @@ def test_a_model_of_the_hub_is_downloaded(tiny, tmp_path):
         assert "org/other is not in the cache and cannot be fetched" in done.stderr
 
 
-def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tiny, tmp_path, claimed_gpu):
+def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tmp_path, claimed_gpu):
     done = run_script(code=2, **SETTINGS | {"OUTPUT_DIR": tmp_path / "run", "USE_VLLM": 0} | claimed_gpu)
     assert "does not see it" in done.stderr and "driver 580" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["bin"], "no lock file either"

@@ -19,7 +19,7 @@ from grpo.run.layout import lock_run
 
 
 @pytest.fixture
-def start(monkeypatch, tmp_path, tiny, quiet):
+def start(monkeypatch, tmp_path, quiet):
     """Starts a run in tmp_path/run: (exit code, the run's state as `launch` gets it, None where it gets none).
     `before` is called before the lock is taken, `meanwhile` before the checks."""
 

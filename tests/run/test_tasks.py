@@ -16,7 +16,7 @@ from grpo.settings import FIELDS, TASKS, accepted_words, load_settings
 SHORT = "def short(completions, **columns): return [-len(text) / 1000 for text in completions]\n"
 
 
-def test_gsm8k_from_a_data_set_of_the_hub(tmp_path, tiny):
+def test_gsm8k_from_a_data_set_of_the_hub(tmp_path):
     """Held-out rows have no actions: the run's own rewards score them. Each reward is a column, and in the figures."""
     (tmp_path / "mine.py").write_text(SHORT)
     names = ("gsm8k_train.jsonl", "gsm8k_heldout.jsonl")

@@ -60,7 +60,7 @@ class Run:
 
 
 @pytest.fixture
-def start(monkeypatch, tmp_path, tiny, quiet):
+def start(monkeypatch, tmp_path, quiet):
     return lambda: Run(monkeypatch, tmp_path / "run")
 
 
@@ -137,7 +137,7 @@ def test_a_run_with_the_native_adapter_and_an_evaluation(start, monkeypatch):
     assert len(read_csv(run.folder / "metrics.csv")) == 2
 
 
-def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start, capfd):
+def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start):
     run = start()
     # Ignored, the adapter is 0.06 nats away on fixed tokens; used, 0.005.
     assert run(lambda stub: setattr(stub, "ignore_adapter", True), PARITY_LIMIT=0.03) == 3
