@@ -26,7 +26,6 @@ from grpo.rollout.engine import vllm_modules
 from grpo.settings import InputError, Problems, Settings
 
 EXAMPLE = "Which one? Answer [0] or [1]."
-ANSWER_COLUMNS = ("action", "completion")  # columns of an answer, which follow the columns of its row
 URL = "http://localhost:8000/v1/completions"
 
 
@@ -63,13 +62,11 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
     s = dataclasses.replace(s, EVAL_TEMPERATURE=options.temperature)
     model = start_model(s, files, options.adapter, read_machine(), use_vllm=False)
     ids = model.complete([row.prompt for row in rows], base=options.base)
-    answers, padding = [], str(model.tokenizer.pad_token)
+    answers = []
     for row, text in zip(rows, model.tokenizer.batch_decode(ids), strict=True):
-        while text.endswith(padding):
-            text = text.removesuffix(padding)
         actions = sum(REWARD_COLUMN.fullmatch(name) is not None for name in row.columns)
         action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
-        answers.append(row.columns | dict(zip(ANSWER_COLUMNS, (action, text), strict=True)))
+        answers.append(row.columns | {"action": action, "completion": text})
     return answers
 
 

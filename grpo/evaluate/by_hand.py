@@ -14,8 +14,7 @@ from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.data.scoring import initial_trainer_state, load_rewards
 from grpo.evaluate.adapter import check_model, load_run_settings
 from grpo.evaluate.heldout import HeldoutEvaluation, new_results
-from grpo.evaluate.models import start_model
-from grpo.evaluate.simulation import ModelResponder
+from grpo.evaluate.models import ModelResponder, start_model
 from grpo.evaluate.tables import evaluation_table
 from grpo.plan.hub import count_parameters
 from grpo.plan.machine import Machine, installed_versions, read_machine

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 
@@ -26,13 +25,10 @@ def answer_probabilities(
 ) -> np.ndarray:
     """(N, K): the probability of ANSWER_TEXT for each of K `actions` after each of N prompts, at a sampling
     `temperature`; at 0 the greedy answer has probability 1. A row may sum to less than 1, as there are other answers.
-    `model` is a gpt-oss with or without an adapter; on a CPU it computes in float32. Equal prompts are computed
-    once."""
+    `model` is a gpt-oss with or without an adapter. Equal prompts are computed once."""
     position = {prompt: n for n, prompt in enumerate(dict.fromkeys(prompts))}
     rows = tokenizer(text=list(position))["input_ids"]
     answers = tokenizer(text=[ANSWER_TEXT.format(k) for k in range(actions)], add_special_tokens=False)["input_ids"]
-    if model.device.type == "cpu" and model.dtype != torch.float32:  # where BF16 is slow
-        model = copy.deepcopy(model).float()
     probabilities, order = np.zeros((len(rows), actions)), sorted(range(len(rows)), key=lambda n: len(rows[n]))
     size = max(1, BATCH_TOKENS // (max(map(len, rows)) + sum(map(len, answers))))
     with evaluating(model), using_attention(model, "eager"):

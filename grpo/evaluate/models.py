@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from grpo.model.attention import unwrap_peft
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer
 from grpo.plan.engine import plan_engine
-from grpo.plan.hub import ModelFiles, fetch_weights
+from grpo.plan.hub import ModelFiles, fetch_weights, read_json
 from grpo.plan.machine import Machine
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
@@ -122,17 +121,16 @@ class TransformersModel(EvaluatedModel):
     @torch.no_grad()
     def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
         s, completions = self.settings, []
-        chunk = s.GENERATION_BATCH or 64
-        options: dict[str, Any] = {"do_sample": False}
-        if temperature:
-            options = {"do_sample": True, "temperature": temperature, "top_p": s.TOP_P, "top_k": 0}
-        options |= {"max_new_tokens": s.MAX_COMPLETION_LEN, "eos_token_id": self.stops}
         torch.manual_seed(sampling_seed(s.SEED, step, "evaluation"))
         if s.DIRECT_ANSWERS:
             with self.adapter_disabled(base):
                 prompt_ids = self.tokenizer(text=prompts)["input_ids"]
                 tokens, _ = self.choose_answers(prompt_ids, temperature=temperature, actions=[])
             return close_answers(tokens, self.tokenizer)
+        options = {"do_sample": False, "max_new_tokens": s.MAX_COMPLETION_LEN, "eos_token_id": self.stops}
+        if temperature:
+            options |= {"do_sample": True, "temperature": temperature, "top_p": s.TOP_P, "top_k": 0}
+        chunk = s.GENERATION_BATCH or 64
         model: Any = self.policy or self.network  # PeftModel forwards `generate`, but its type does not say so
         with self.adapter_disabled(base), shared_prefill(self.network):
             for start in range(0, len(prompts), chunk):
@@ -165,7 +163,7 @@ class VllmModel(EvaluatedModel):
         s = dataclasses.replace(
             settings,
             ROLLOUT_SYNC="lora",
-            LORA_R=json.loads((adapter / CONFIG).read_text(encoding="utf-8"))["r"] if adapter else settings.LORA_R,
+            LORA_R=read_json(adapter / CONFIG)["r"] if adapter else settings.LORA_R,
             LORA_TARGETS="experts" if adapter and is_on_experts(adapter) else "all-linear",
             PROMPTS_PER_STEP=min(len(prompts), MOST_AT_ONCE),
             STEPS_PER_GENERATION=1,
@@ -185,6 +183,22 @@ class VllmModel(EvaluatedModel):
         seed = sampling_seed(self.settings.SEED, step, "evaluation")
         self.engine.use_adapter(None if base else self.adapter)
         return self.engine.generate(self.tokenizer(text=prompts)["input_ids"], seed, temperature=temperature)[0]
+
+
+class ModelResponder:
+    """A model in the form that simulators call (`grpo.tasks.simulator.Responder`); `base` turns its adapter off."""
+
+    def __init__(self, model: EvaluatedModel, base: bool):
+        self.model, self.base = model, base
+
+    def texts(self, prompts: Sequence[str], moment: int, greedy: bool) -> list[str]:
+        """A completion of each prompt, sampled with a seed that depends on `moment`."""
+        # Step 0 seeds the answers to held-out rows, so moment 0 is step 1.
+        ids = self.model.complete(prompts, 1, moment + 1, greedy, self.base)
+        return self.model.tokenizer.batch_decode(ids, skip_special_tokens=False)
+
+    def probabilities(self, prompts: Sequence[str], greedy: bool, actions: int) -> np.ndarray:
+        return self.model.probabilities(prompts, actions, greedy, self.base)
 
 
 def start_model(

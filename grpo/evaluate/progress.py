@@ -7,16 +7,17 @@ from pathlib import Path
 
 from grpo.data.files import data_fingerprint
 from grpo.evaluate.heldout import HeldoutEvaluation, measure_rewards, trainer_evaluation
-from grpo.evaluate.simulation import measure_progress, measure_simulation
+from grpo.evaluate.models import ModelResponder, TrainedModel
 from grpo.learn.trainer import Trainer
 from grpo.phases import Phase
 from grpo.preflight.resolve import ResolvedRun
 from grpo.run import best
 from grpo.run.archive import model_card
-from grpo.run.durable import write_text
+from grpo.run.durable import is_intact, read_sealed, write_sealed, write_text
 from grpo.settings import log
-from grpo.tasks.simulator import Record, load_simulator
+from grpo.tasks.simulator import GREEDY, Record, Simulator, load_simulator
 
+CLOSED_LOOP = "closed_loop.json"
 Columns = dict[str, float]  # the columns of metrics.csv that have a value
 
 
@@ -42,7 +43,9 @@ class Progress:
         with Phase(f"evaluation after step {trainer.state.global_step}"):
             reward, record = self.evaluation(trainer).measure()["reward"], None
             if self.simulator:
-                record = measure_progress(self.simulator, self.resolved, trainer)
+                record = self.new_record(self.simulator, trainer)
+                responder = ModelResponder(TrainedModel(trainer), base=False)
+                self.simulator.run(self.resolved.closed_loop, record, "trained", responder, greedy=False)
         columns = self.columns(reward, record)
         step = trainer.state.global_step
         when = f"after step {step}" if step else "INIT_ADAPTER before the first step"
@@ -66,13 +69,32 @@ class Progress:
         return trainer_evaluation(trainer, self.resolved.eval_rows, self.resolved.exact)
 
     def simulation_record(self, trainer: Trainer, base: bool) -> Record | None:
-        """closed_loop.json after a new measurement, or None if no simulator runs. The log says why not if rows or
-        settings refer to the simulator."""
-        if self.simulator:
-            return measure_simulation(self.simulator, self.resolved, trainer, base)
-        if self.resolved.closed_loop.is_mentioned:
-            log.info("no closed loop: %s", self.resolved.reasons["closed_loop"])
-        return None
+        """Lets the base model or the trained adapter act in the simulator, writes closed_loop.json and returns it. A
+        resumed run keeps the base model's figures. None if no simulator runs; the log says why not if rows or settings
+        refer to it."""
+        if self.simulator is None:
+            if self.resolved.closed_loop.is_mentioned:
+                log.info("no closed loop: %s", self.resolved.reasons["closed_loop"])
+            return None
+        name, record = "base" if base else "trained", self.new_record(self.simulator, trainer)
+        with Phase(f"closed loop, {name} model") as phase:
+            if not {name, name + GREEDY} <= record["totals"].keys():
+                responder = ModelResponder(TrainedModel(trainer), base)
+                self.simulator.run(self.resolved.closed_loop, record, name, responder)
+            write_sealed(trainer.run.folder / CLOSED_LOOP, record)
+            phase.result = self.simulator.summary(record, name)
+        if not base:
+            log.info("\n%s\n", self.simulator.table(record))
+        return record
+
+    def new_record(self, simulator: Simulator, trainer: Trainer) -> Record:
+        """A new closed_loop.json, with the base model's figures if the file has them from the same measurement."""
+        resolved, path = self.resolved, trainer.run.folder / CLOSED_LOOP
+        samples = resolved.settings.EVAL_SAMPLES
+        record = simulator.new_record(resolved.closed_loop, resolved.settings, samples, resolved.exact_loop)
+        if is_intact(path):
+            simulator.keep_base(record, read_sealed(path))
+        return record
 
     def columns(self, reward: float | None, record: Record | None, name: str = "trained") -> Columns:
         """The columns of metrics.csv for the model `name`; `reward` is None if no function returned a number."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 import rewards
 from grpo.data.files import Row
 from grpo.data.reward_checks import ANSWER_TURN, completion_text
-from grpo.data.scoring import Completion, Reward, read_completion, score, total
+from grpo.data.scoring import Completion, Reward, read_completions, score, total
 from grpo.learn.expected_reward import AnswerRewards, action_tokens
 
 
@@ -43,11 +43,7 @@ class RewardLookup:
             answers = ["", *(f"[{k}]" for k in range(len(row.rewards)))]
             texts = [completion_text(row.prompt, ANSWER_TURN.format(answer)) for answer in answers]
             ids = self.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
-            plain_texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-            probes = [
-                read_completion(row, text, plain, len(tokens), False)
-                for text, plain, tokens in zip(texts, plain_texts, ids, strict=True)
-            ]
+            probes = read_completions(self.tokenizer, [self.tokenizer.eos_token_id], [row] * len(ids), ids)
             scores = score([self.functions[n] for n in self.looked_up], probes, ids, self.columns, state)
             weights = [self.weights[n] for n in self.looked_up]
             self.tables[row.id] = [

@@ -80,7 +80,7 @@ class StepRewards:
 
 @functools.cache
 def action_tokens(tokenizer: PreTrainedTokenizerBase, actions: int) -> list[int]:
-    """The token that names each of so many actions in `[k]`; empty if a name takes several tokens or changes the
+    """The tokens that name the actions `[0]` to `[actions - 1]`; empty if a name takes several tokens or changes the
     tokens around it."""
     texts = [f"{ANSWER_BEFORE}{k}{ANSWER_AFTER}" for k in range(actions)]
     answers = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
@@ -99,8 +99,8 @@ def expected_rewards(answers: StepRewards, probabilities: Tensor) -> Tensor:
 def mean_and_scale(
     answers: StepRewards, probabilities: Tensor, group: int, scale_rewards: str
 ) -> tuple[Tensor, Tensor]:
-    """(mean of V over each completion's group, the scale by which its advantage is divided), both (B,). A `group` is so
-    many consecutive completions.
+    """(mean of V over each completion's group, the scale by which its advantage is divided), both (B,). `group` is the
+    number of consecutive completions that form a group.
 
     The deviation is that of the mixture of all actions, not of V: equal prefixes have equal V, and dividing by
     the deviation of V would amplify rounding.

@@ -27,9 +27,10 @@ Batch = dict[str, Tensor]  # The tensors that TRL makes of a step, or of some of
 
 
 def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, limit: float) -> tuple[Tensor, Tensor]:
-    """(ratio, share of pi / mu that it keeps), for the policy's log-probs pi (B, C) and those with which the engine
-    sampled, mu (NaN: unknown, ratio 1). The ratio is pi / mu as TRL computes it: truncated at `limit`, or 0 above it,
-    by token (B, C) or by sequence (B, 1)."""
+    """(corrected ratio, its share of the uncorrected one), each (B, C) by token or (B, 1) by sequence.
+
+    The uncorrected ratio is that of the policy's probabilities to those with which the engine sampled, from `logps` and
+    `sampled` (B, C; NaN: unknown, ratio 1). It is corrected as TRL does: truncated at `limit`, or 0 above it."""
     difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)

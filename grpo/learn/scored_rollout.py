@@ -22,7 +22,7 @@ class ScoredRollout:
     rates: dict[str, float | None]  # Columns of metrics.csv.
 
     def part(self, index: int, parts: int) -> tuple[Batch, StepRewards | None]:
-        """The completions of whole prompts that one step learns from: part `index` of so many equal ones.
+        """The completions of whole prompts that one step learns from: part `index` of `parts` equal ones.
 
         TRL shuffles before it cuts, by torch's own generator. Its state differs between ranks after a rollout by vLLM,
         and single completions would leave their group, which packing and the expected reward need whole.

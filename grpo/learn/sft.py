@@ -28,7 +28,7 @@ from grpo.run.layout import ADAPTER
 from grpo.settings import Settings
 
 UNFINISHED = "adapter.tmp"  # The folder in OUTPUT_DIR that the adapter is written to.
-LOG_LINES = 10  # The training prints about so many lines.
+LOG_LINES = 10  # The training prints about this many lines.
 
 
 def tokenize_pairs(
@@ -85,12 +85,10 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
         load_adapter(policy, s.INIT_ADAPTER)
     trainer.train()
     prepare_run(resolved.run, s, run_records(resolved))
-
-    def write_model_card(output_dir: str) -> None:
-        write_text(Path(output_dir) / "README.md", model_card(s, s.TOTAL_STEPS, ""))
-
     # PEFT's own card would name the path of the base model's files, and PEFT has no hook for another text.
-    policy.create_or_update_model_card = write_model_card  # type: ignore[method-assign]
+    policy.create_or_update_model_card = lambda output_dir: write_text(  # type: ignore[method-assign]
+        Path(output_dir) / "README.md", model_card(s, s.TOTAL_STEPS, "")
+    )
     unfinished = folder / UNFINISHED
     shutil.rmtree(unfinished, ignore_errors=True)  # A killed process may have left one.
     policy.save_pretrained(str(unfinished))

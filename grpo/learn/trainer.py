@@ -48,14 +48,8 @@ Result = TypeVar("Result")
 Generated = tuple[list[list[int]], list[list[float | None]] | None]
 
 # Columns of metrics.csv that hold TRL's own metrics -> TRL's names of these.
-TRL_FIGURES = {
-    "reward": "reward",
-    "reward_std": "reward_std",
-    "loss": "loss",
-    "grad_norm": "grad_norm",
-    "learning_rate": "learning_rate",
-    "kl": "kl",
-    "entropy": "entropy",
+TRL_FIGURES = {name: name for name in ("reward", "reward_std", "loss", "grad_norm", "learning_rate", "kl", "entropy")}
+TRL_FIGURES |= {
     "clip_fraction": "clip_ratio/region_mean",
     "logp_diff_mean": "sampling/sampling_logp_difference/mean",
     "logp_diff_max": "sampling/sampling_logp_difference/max",
@@ -178,18 +172,18 @@ class Trainer(Learner):
         prompt_ids: list[list[int]],
         num_generations: int,
         seed_step: int,
-        stream: str = "train",
         temperature: float | None = None,
         base: bool = False,
     ) -> Generated:
         """Token ids of one completion for each prompt, and the engine's log-probs of them, None where transformers
         generates. Each prompt stands `num_generations` times in `prompt_ids`.
 
-        Every rank generates for its own rows, whole groups, with a seed of its own, drawn from `seed_step` and
-        `stream`; all ranks get all completions. `temperature`: None is TEMPERATURE, 0 is greedy. `base`: vLLM leaves
-        the adapter out; for transformers the caller disables it.
+        Every rank generates for its own rows, whole groups, with a seed of its own that depends on `seed_step`; all
+        ranks get all completions. `temperature`: None is a rollout at TEMPERATURE, a number an evaluation (0: greedy).
+        `base`: vLLM leaves the adapter out; for transformers the caller disables it.
         """
         run, ranks = self.run, self.run.ranks
+        stream = "train" if temperature is None else "evaluation"
         seed = sampling_seed(run.settings.SEED, seed_step, stream) + ranks.rank
         torch.manual_seed(seed)
         rank_rows = ranks.share_out(len(prompt_ids), num_generations)
@@ -270,7 +264,7 @@ class Trainer(Learner):
             request = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
             self.run.ranks.broadcast(request)
         with self.model.disable_adapter() if base else contextlib.nullcontext():
-            return self.generate(prompt_ids, samples, step, "evaluation", temperature, base)[0]
+            return self.generate(prompt_ids, samples, step, temperature, base)[0]
 
     def serve_rank0(self) -> None:
         """On ranks other than 0, generates this rank's share of the answers that a function on rank 0 asks for, until

@@ -14,9 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from peft import PeftModel
 
-from grpo.learn.trainer import Trainer
 from grpo.measure.record import NOISE, Json, commit, read_json, split_settings
 from grpo.plan.machine import GIB
 from grpo.settings import parse_value
@@ -48,14 +46,6 @@ def run_settings(options: argparse.Namespace, settings: Mapping[str, str | int])
     return {name: str(value) for name, value in {**common, **paths, **settings}.items()}
 
 
-def policy_of(trainer: Trainer) -> PeftModel:
-    """The trainer's model with its adapter, without accelerate's wrapper."""
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    if not isinstance(policy, PeftModel):
-        raise TypeError(f"the trainer's model is a {type(policy).__name__}, not a PeftModel")
-    return policy
-
-
 def free_gib() -> float:
     """GiB of the GPU that are free once torch has given back what it does not use."""
     torch.cuda.empty_cache()
@@ -76,7 +66,7 @@ def result_path(options: argparse.Namespace, child: str) -> Path:
 def subject_of(options: argparse.Namespace) -> list[str]:
     """What is measured: the commit, and the options for model, data and settings. Results of another subject are not
     used."""
-    return [commit(), *(str(getattr(options, name, "")) for name in ("model", "data", "set"))]
+    return [commit(), options.model, options.data, str(options.set)]
 
 
 def write_result(options: argparse.Namespace, child: str, values: Json) -> None:

@@ -99,7 +99,7 @@ def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
     return values
 
 
-def many_figures(results: Mapping[tuple[int, int], Json], prompts: int, group: int = GROUP) -> list[Figure]:
+def many_figures(results: Mapping[tuple[int, int], Json], prompts: int, group: int) -> list[Figure]:
     """Figures of the runs that have ended, by GPUs and prompts of the whole step, given the prompts of one GPU and the
     completions of a prompt (`group`)."""
     figures, speedup = [], "step time of one GPU divided by that of these"

@@ -18,10 +18,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from grpo.learn.learner import Batch
 from grpo.learn.trainer import Trainer
 from grpo.measure import harness
-from grpo.measure.harness import Function, free_gib, intercept, occupy, policy_of
+from grpo.measure.harness import Function, free_gib, intercept, occupy
 from grpo.measure.record import BENCH, Figure, Json, steps_of, tabled, write
 from grpo.model.load import VOCAB_WEIGHTS, quantized_experts, vocab_weights
 from grpo.plan.machine import GIB, read_machine
@@ -89,10 +88,9 @@ def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 class RunWatch:
-    """Watches one run of the entry point: its start, its engine, its rollouts and the batch of its last step."""
+    """Watches one run of the entry point: its start, its engine, its rollouts and its trainer."""
 
     trainer: Trainer
-    batch: Batch
 
     def __init__(self, stack: contextlib.ExitStack, kernels: str, tokens: int | None) -> None:
         self.kernels, self.tokens = KERNELS[kernels], tokens
@@ -132,17 +130,17 @@ class RunWatch:
         self.tok_s.append(sum(map(len, result[0])) / engine.seconds["generate"])
         return result
 
-    def learn(self, learn: Function, trainer: Trainer, model: torch.nn.Module, batch: Batch, *arguments: Any) -> Tensor:
-        """Learns as `learn` does, and records the time of the first call and the batch of the last."""
+    def learn(self, learn: Function, trainer: Trainer, *arguments: Any) -> Tensor:
+        """Learns as `learn` does, and records the trainer and the time of the first call."""
         self.startup_s = self.startup_s or time.time() - self.born
-        self.trainer, self.batch = trainer, batch
+        self.trainer = trainer
         if not self.sums:  # Without an engine no sums were taken.
-            self.sum_weights(model)
-        return learn(trainer, model, batch, *arguments)
+            self.sum_weights(trainer.model)
+        return learn(trainer, *arguments)
 
     def values(self, folder: Path) -> Json:
         """The figures of the run's files, its plan and its weights once it has ended."""
-        run, policy, steps = self.trainer.run, policy_of(self.trainer), steps_of(folder)
+        run, steps = self.trainer.run, steps_of(folder)
         first = run.settings.steps_per_rollout  # Whole rollouts are averaged.
         later = steps[first:] if len(steps) > first else steps
         values: Json = {name: later[name].mean() for name in COLUMNS}
@@ -162,7 +160,7 @@ class RunWatch:
                 values["paged_gib"] = run.engine.pages.nbytes / GIB
         elif not run.settings.DIRECT_ANSWERS:
             values["rows"] = run.plan.generation_batch
-        sums = bit_sums(frozen_tensors(policy) | self.lent)
+        sums = bit_sums(frozen_tensors(self.trainer.model) | self.lent)
         changed = {name for name, bits in self.sums.items() if sums[name] != bits}
         values["base_changed"] = len(changed - self.lent.keys())
         if self.lent:

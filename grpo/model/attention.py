@@ -141,12 +141,11 @@ def kernel_attention(
 
 class SinkAttention(torch.autograd.Function):
     """Attention with sinks, computed with a flash kernel that has none: apply(q, k, v, sink, batch, kernel, scale,
-    window) with q (T, Hq, D), k and v (T, Hkv, D), sink (Hq,). Exact in q, k, v and sink.
+    window) with q (T, Hq, D), k and v (T, Hkv, D), sink (Hq,). Exact in q, k and v; the sinks are frozen.
 
     A sink is one more score in the softmax's denominator, with a value of 0. With lse' = logaddexp(lse, sink) and
     out' = out * exp(lse - lse'), the kernel's own backward on (out', lse') computes P' = exp(S - lse') and
-    dS = P' * (dP - rowsum(dout * out')), which is the gradient of the wider softmax. dsink is the same formula at the
-    sink's own score: -sum over rows of exp(sink - lse') * rowsum(dout * out').
+    dS = P' * (dP - rowsum(dout * out')), which is the gradient of the wider softmax.
     """
 
     @staticmethod
@@ -157,24 +156,20 @@ class SinkAttention(torch.autograd.Function):
         out, lse = kernel.forward(q[:n], k[keys], v[keys], **shape)
         total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])  # (Hq, n)
         out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sink, out, total)
+        ctx.save_for_backward(q, k, v, out, total)
         ctx.batch, ctx.kernel, ctx.shape = batch, kernel, shape
         return pad(out, (0, 0, 0, 0, 0, len(q) - n))
 
     @staticmethod
     def backward(ctx, gradient):
-        q, k, v, sink, out, total = ctx.saved_tensors
+        q, k, v, out, total = ctx.saved_tensors
         n, keys = ctx.batch.queries, ctx.batch.keys
         gradient = gradient[:n].contiguous()
         dq, dk, dv = ctx.kernel.backward(gradient, q[:n], k[keys], v[keys], out, total.contiguous(), **ctx.shape)
         # A prompt's key has a gradient from each of its completions; these are summed in float32.
         wide = torch.promote_types(k.dtype, torch.float32)
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device).index_add_(0, keys, d.to(wide)) for d in (dk, dv))
-        dsink = None
-        if ctx.needs_input_grad[3]:
-            rows = (gradient.to(wide) * out.to(wide)).sum(-1).T  # (Hq, n)
-            dsink = -((sink.to(total.dtype)[:, None] - total).exp() * rows).sum(1).to(sink.dtype)
-        return pad(dq, (0, 0, 0, 0, 0, len(q) - n)), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None, None
+        return pad(dq, (0, 0, 0, 0, 0, len(q) - n)), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
 
 
 def unwrap_peft(model: torch.nn.Module) -> PreTrainedModel:

@@ -13,20 +13,24 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor
 from torch.nn.functional import pad
 
-from grpo.model.experts import EXPERTS_IMPLEMENTATION, Experts, QuantizedExperts, expert_weights, quantized_experts
+from grpo.model.experts import Experts, expert_weights, quantized_experts
 from grpo.plan.targets import EXPERT_PARAMETERS
 
 RANK_MULTIPLE = 8  # grouped products need rows of 16 bytes, so the rank is padded with zeros
 
 
-def lora_factors(layer: torch.nn.Module) -> tuple[Tensor, Tensor]:
-    """(A, scale * B) of an adapted layer in float32: (E, r, in) and (E, out, r), with E = 1 for a linear layer. For
-    experts PEFT stores them as lora_A (E * r, in) and lora_B (out, r * E)."""
+def stored_factors(layer: torch.nn.Module, active: bool = True) -> tuple[Tensor, Tensor]:
+    """(A, scale * B) of an adapted layer in float32, as PEFT stores them: (r, in) and (out, r), for experts (E * r, in)
+    and (out, r * E). B is zero where the adapter is not `active`."""
     assert isinstance(layer, LoraLayer)
-    count = int(layer.num_experts) if isinstance(layer, ParamWrapper) else 1
     a, b = (layer.get_parameter(f"lora_{name}.default.weight").float() for name in "AB")
-    b = b.reshape(len(b), -1, count).permute(2, 0, 1)
-    return a.reshape(count, -1, a.shape[-1]), b * layer.scaling["default"]
+    return a, b * (layer.scaling["default"] if active else 0.0)
+
+
+def lora_factors(layer: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    """`stored_factors` by expert: (E, r, in) and (E, out, r), with E = 1 for a linear layer."""
+    (a, b), count = stored_factors(layer), int(layer.num_experts) if isinstance(layer, ParamWrapper) else 1
+    return a.reshape(count, -1, a.shape[-1]), b.reshape(len(b), -1, count).permute(2, 0, 1)
 
 
 def weight_norm(layer: torch.nn.Module) -> Tensor:
@@ -47,18 +51,10 @@ def update_norm(layer: torch.nn.Module) -> Tensor:
 class ExpertAdapter(ParamWrapper):
     """PEFT's LoRA of a parameter of the experts, whose factors are passed to `experts_forward`. PEFT itself adds
     their product to the weights at each use. This takes twice the memory of the weights, because of the gradient, and
-    is impossible for packed experts."""
+    is impossible for packed experts. The adapter must not be merged, and the experts' implementation not be changed."""
 
     def forward(self, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        experts = self.get_base_layer()
-        # Other implementations of the experts ignore the factors, and merged weights already contain their product.
-        takes_factors = (
-            isinstance(experts, QuantizedExperts)
-            or vars(experts)["config"]._experts_implementation == EXPERTS_IMPLEMENTATION
-        )
-        if self.merged or not takes_factors:
-            return super().forward(x, *args, **kwargs)
-        adapters = vars(experts).setdefault("adapters", {})
+        adapters = vars(self.get_base_layer()).setdefault("adapters", {})
         if not self.disable_adapters and self.active_adapters:
             a, b = lora_factors(self)
             fill = (0, -a.shape[1] % RANK_MULTIPLE)

@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 EXPERTS_IMPLEMENTATION = "frozen_experts"  # name of `experts_forward` in transformers
 GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
-FEW_TOKENS = 256  # For up to so many tokens, reading the weights takes longer than computing with them.
+FEW_TOKENS = 256  # Up to this number of tokens, reading the weights takes longer than computing with them.
 
 
 class QuantizedExperts(torch.nn.Module):

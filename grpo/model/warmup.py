@@ -125,9 +125,7 @@ def init_number_embeddings(model: GptOssForCausalLM, tokenizer: Tokenizer) -> No
     numbers.pop(None, None)  # Numbers without a token of their own have the id None.
     value = torch.tensor(list(numbers.values())).unsqueeze(1)
     fine, coarse = value / 100 * math.pi, value / 1000 * math.pi
-    waves = [fine * k for k in range(1, 7)]
-    if max(numbers.values()) > 100:
-        waves += [coarse * k for k in range(1, 9)]
+    waves = [*(fine * k for k in range(1, 7)), *(coarse * k for k in range(1, 9))]
     # The logarithm separates 0 from 1 and 2, because whether there is a shortage matters more than its size.
     linear = [value / 1000 - 0.3, (value / 100).clamp(max=1) - 0.5, value.log1p() / 7 - 0.5]
     features = torch.cat([*linear, *(w.sin() for w in waves), *(w.cos() for w in waves)], dim=1)
@@ -195,12 +193,13 @@ def figures(model: GptOssForCausalLM, rows: WarmupTensors, limit: int | None = N
     """The expected figures of sampling at temperature 1 on up to `limit` rows, computed from the probabilities of the
     four answers.
 
-    ``parse_rate`` is the probability of an answer ``[k]`` in the final channel; ``reward`` the mean reward, where an
-    unparseable answer counts 0; ``greedy`` that of the likeliest action; ``random``, ``best_constant`` and ``oracle``
+    `parse_rate` is the probability of an answer `[k]` in the final channel; `reward` the mean reward, where an
+    unparseable answer counts 0; `greedy` that of the likeliest action; `random`, `best_constant` and `oracle`
     those of reference policies on the same rows. For a reasoning model they are sums over chains with the right numbers
-    and any of the four plans; ``numbers`` is the probability of these numbers, ``follows`` that of the planned action.
+    and any of the four plans; `numbers` is the probability of these numbers, `follows` that of the planned action.
     """
-    indices, parts, chains = torch.arange(len(rows))[:: max(1, len(rows) // (limit or len(rows)))][:limit], [], []
+    stride = max(1, len(rows) // limit) if limit else 1
+    indices, parts, chains = torch.arange(0, len(rows), stride)[:limit], [], []
     reasons = len(rows.choices) > 1
     with torch.no_grad():
         for batch in indices.split(64):

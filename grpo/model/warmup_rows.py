@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE, render
 from grpo.model.gptoss_format import ModelError
+from grpo.plan.hub import TINY_PATH
 from grpo.run.child import begin_worker, delaying_signals
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import HOURS, low_co2
@@ -23,6 +24,7 @@ from grpo.tasks.tes.profiles import TRAIN_START
 from grpo.tasks.tes.prompts import State
 
 ACTIONS = 4
+TEMPLATE = (TINY_PATH / "chat_template.jinja").read_text(encoding="utf-8")  # of every checkpoint that is made here
 EFFORTS = ("low", "medium", "high")
 FIXED_DATE = "2025-04-07"  # compact prompts draw their dates around it
 # The chain that a reasoning model writes before its answer: numbers from the prompt, then an action, which is its plan.
@@ -76,11 +78,9 @@ def rendered(row: Mapping[str, str], number: int) -> str:
     if "prompt" in row:
         return row["prompt"]
     day = date.fromisoformat(FIXED_DATE) + timedelta(days=number % 997)
-    return (
-        f"<|start|>system<|message|>Current date: {day}\n\nReasoning: {EFFORTS[number % len(EFFORTS)]}<|end|>"
-        f"<|start|>developer<|message|># Instructions\n\n{row['system']}\n\n<|end|>"
-        f"<|start|>user<|message|>{row['user']}<|end|><|start|>assistant"
-    )
+    turns = ("system", row["system"]), ("user", row["user"])
+    prompt = render(TEMPLATE, turns, EFFORTS[number % len(EFFORTS)], FIXED_DATE)
+    return prompt.replace(FIXED_DATE, str(day))  # A template is compiled for one date, which takes long.
 
 
 def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
@@ -105,7 +105,7 @@ def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
 def make_rows(
     kind: str, windows: int, probe_windows: int, most_factor: float
 ) -> tuple[list[WarmupRow], list[WarmupRow]]:
-    """(rows to learn from, rows to measure on), made from so many windows each on all cores, in 40 ms a window."""
+    """(rows of `windows` windows to learn from, of `probe_windows` to measure on), in 40 ms a window on all cores."""
     jobs = [(WARMUP_SEED + n, min(50, windows - n), kind, most_factor) for n in range(0, windows, 50)]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), initializer=begin_worker) as pool:
         with delaying_signals():  # An interrupt between two starts would leave a process that waits for ever.
@@ -118,7 +118,7 @@ class WarmupTensors:
     """Warm-up rows on the device where they are used: `ids` (N, T) of prompt and answer, padded on the right, `lengths`
     (N,), `rewards` (N, actions), and `readings` (N, R) with mean 0 and deviation 1.
 
-    `answer` has the tokens that a row ends in: ``ANSWER_BEFORE``, action 0, ``ANSWER_AFTER``, behind a ``CHAIN`` where
+    `answer` has the tokens that a row ends in: `ANSWER_BEFORE`, action 0, `ANSWER_AFTER`, behind a `CHAIN` where
     the model `reasons`. `choices` are the indices in it of the plan, if there is a chain, and of the action;
     `actions` the tokens that name the actions at each of these. `numbers` are the indices of the chain's numbers, which
     vary by row, and `fixed` those of the other tokens.

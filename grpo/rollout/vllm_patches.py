@@ -30,9 +30,8 @@ def vllm_environment() -> Iterator[None]:
     kept = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     for name, value in VLLM_SWITCHES.items():
         os.environ.setdefault(name, value)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
-        "0"  # The weight sync and torch's seed would not reach another process.
-    )
+    # The weight sync and torch's seed would not reach another process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # In a process that compiles, but not in one that loads compiled code, torch moves Triton's cache into its own, of
     # which vLLM has one per configuration: https://github.com/sgl-project/sglang-omni/issues/439
     os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)

@@ -12,20 +12,14 @@ from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import save_file
 from torch.nn import Module
 
-from grpo.run.folder import ADAPTER
+from grpo.model.expert_lora import stored_factors
+from grpo.run.layout import ADAPTER
 
 
 def lora_layers(policy: Module) -> dict[str, Module]:
     """Maps PEFT's name of every adapted layer to the layer."""
     modules: Iterator[tuple[str, Module]] = policy.named_modules()
     return {name: layer for name, layer in modules if isinstance(layer, LoraLayer) and "default" in layer.lora_A}
-
-
-def linear_factors(layer: Module, active: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (r, in) and scale * B (out, r) of an adapted layer, in float32; B is zero where the adapter is not `active`."""
-    assert isinstance(layer, LoraLayer)
-    a, b = (layer.get_parameter(f"lora_{kind}.default.weight").detach().float() for kind in "AB")
-    return a, b * (layer.scaling["default"] if active else 0.0)
 
 
 def vllm_weight(name: str, rows: int) -> tuple[str, slice]:
@@ -39,12 +33,13 @@ def vllm_weight(name: str, rows: int) -> tuple[str, slice]:
     return f"{module}.weight", parts.get(kind, slice(None))
 
 
+@torch.no_grad()
 def write_adapter(policy: Module, folder: Path, rank: int, active: bool = True) -> None:
     """Writes the adapter as PEFT would, A (r, in) and B (out, r) in BF16, but with alpha = r: B contains the scale,
     multiplied in float32 and rounded once. B is zero where the adapter is not `active`."""
     tensors, layers = {}, lora_layers(policy)
     for name, layer in layers.items():
-        for kind, weight in zip("AB", linear_factors(layer, active), strict=True):
+        for kind, weight in zip("AB", stored_factors(layer, active), strict=True):
             tensors[f"{name}.lora_{kind}.weight"] = weight.to("cpu", torch.bfloat16).contiguous()
     modules = sorted({name.removesuffix(".base_layer").split(".")[-1] for name in layers})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
@@ -69,8 +64,8 @@ def update_products(a: torch.Tensor, b: torch.Tensor, gained: torch.Tensor) -> t
 
 
 def update_share(sums: Sequence[torch.Tensor], elements: int) -> tuple[float, float] | None:
-    """(share of an update that arrived in weights with so many `elements`, its standard error), from `update_products`
-    of every weight. The share is the sum of <G, U> divided by the sum of <U, U>. None if there is no update."""
+    """(share of an update that arrived in the weights, its standard error), from `update_products` of every weight and
+    their number of `elements`. The share is the sum of <G, U> divided by that of <U, U>; None without an update."""
     along, update, change = torch.stack(tuple(sums)).sum(0).tolist()
     if not update:
         return None
@@ -91,7 +86,7 @@ def sync_merged_weights(model: Module, policy: Module, seed: int, active: bool =
     # The rounding takes another seed than sampling, which would otherwise draw the very same numbers.
     generator = torch.Generator(next(iter(targets.values())).device).manual_seed(seed + 1)
     for name, layer in lora_layers(policy).items():
-        (a, b), weight = linear_factors(layer, active), layer.get_parameter("base_layer.weight").float()
+        (a, b), weight = stored_factors(layer, active), layer.get_parameter("base_layer.weight").float()
         target_name, rows = vllm_weight(name, len(b))
         target, merged = targets[target_name][rows], torch.addmm(weight, b, a)
         target.copy_(round_stochastically(merged, generator) if target.dtype == torch.bfloat16 else merged)

@@ -44,6 +44,15 @@ def test_one_prompt(adapter, capsys):
     assert ask.main(questions) == 0 and completion not in capsys.readouterr().out, "random weights answer otherwise"
 
 
+def test_a_completion_is_printed_to_its_last_token(adapter, capsys, monkeypatch):
+    """gpt-oss also stops at its padding token, which belongs to the answer where the model wrote it."""
+    text = "<|channel|>final<|message|>[1]<|endoftext|>"
+    written = lambda model, prompts, **options: model.tokenizer(text=[text] * len(prompts))["input_ids"]  # noqa: E731
+    monkeypatch.setattr("grpo.evaluate.models.EvaluatedModel.complete", written)
+    assert ask.main([str(adapter), QUESTION]) == 0
+    assert capsys.readouterr().out.splitlines() == [text, "action: 1"]
+
+
 def test_a_csv(adapter, tmp_path, capsys):
     questions = tmp_path / "asked.csv"
     questions.write_text("".join((ROOT / "data" / "tes_heldout_compact.csv").read_text().splitlines(True)[:4]))

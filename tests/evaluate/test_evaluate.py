@@ -22,7 +22,7 @@ from stub_vllm import stub_engine
 import train_grpo
 from grpo.evaluate.adapter import recorded_settings
 from grpo.evaluate.models import VllmModel
-from grpo.evaluate.simulation import new_record
+from grpo.evaluate.progress import Progress
 from grpo.plan.hub import find_model, read_json
 from grpo.rollout.engine import EngineError
 from grpo.run.durable import sealed
@@ -129,7 +129,7 @@ def test_a_damaged_closed_loop_is_not_taken_over(monkeypatch, tmp_path, seed, is
     (tmp_path / "closed_loop.json").write_text(text.replace("42", seed))
     monkeypatch.setattr(SIMULATOR, "keep_base", keep := mock.Mock())
     resolved = SimpleNamespace(closed_loop=plan, settings=Settings(), exact_loop=False)
-    new_record(SIMULATOR, resolved, SimpleNamespace(run=SimpleNamespace(folder=tmp_path)))
+    Progress(resolved).new_record(SIMULATOR, SimpleNamespace(run=SimpleNamespace(folder=tmp_path)))
     assert keep.called == is_taken
 
 

@@ -34,10 +34,12 @@ def test_narrow_types_stay_near_float64(monkeypatch, dtype, tolerance, window):
     generator, length = torch.Generator().manual_seed(0), batch.ids.shape[1]
     shapes = (length, HEADS, DIM), (length, KEY_HEADS, DIM), (length, KEY_HEADS, DIM), (HEADS,)
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    inputs = [x.to(dtype).requires_grad_() for x in drawn]
+    *inputs, sink = [x.to(dtype) for x in drawn]
+    inputs = [x.requires_grad_() for x in inputs]
     wide = [x.detach().double().requires_grad_() for x in inputs]
     assert batch.queries < batch.ids.shape[1], "padding is part of it"
-    out, expected = (SinkAttention.apply(*x, batch, REFERENCE, SCALE, window) for x in (inputs, wide))
+    out = SinkAttention.apply(*inputs, sink, batch, REFERENCE, SCALE, window)
+    expected = SinkAttention.apply(*wide, sink.double(), batch, REFERENCE, SCALE, window)
     dout = torch.randn(out.shape, generator=generator).to(dtype)
     gradients, exact = torch.autograd.grad(out, inputs, dout), torch.autograd.grad(expected, wide, dout.double())
     for ours, other in zip((out, *gradients), (expected, *exact), strict=True):
@@ -58,6 +60,11 @@ def with_wide_heads(model):
     return model.double()
 
 
+def is_learned(name):
+    """Experts and sinks are frozen in every run."""
+    return "experts" not in name and "sinks" not in name
+
+
 @pytest.fixture(scope="module")
 def stock(tiny):
     """Log-probs, their weights and gradients by transformers alone, row by row: eager attention, float64."""
@@ -72,7 +79,7 @@ def stock(tiny):
     logps = torch.cat(rows)
     weights = torch.randn(len(logps), generator=g)
     (logps * weights).sum().backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if "experts" not in n}
+    gradients = {n: p.grad for n, p in model.named_parameters() if is_learned(n)}
     return prompts, completions, logps.detach(), weights, gradients
 
 
@@ -86,14 +93,14 @@ def stock(tiny):
     ],
 )
 def test_the_model_equals_stock_transformers(tiny, stock, monkeypatch, attention, one_row, share, experts):
-    """Log-probs and the gradient of every parameter but the experts': with any attention, packing, experts. In float64,
-    where only the norms and RoPE round to float32, so that the limit holds on every CPU and for any weights."""
+    """Log-probs and the gradient of every parameter but experts and sinks: with any attention, packing, experts. In
+    float64, where only the norms and RoPE round to float32: the limit holds on every CPU and for any weights."""
     monkeypatch.setattr("grpo.model.experts.grouped_mm", by_expert)
     monkeypatch.setitem(KERNELS, "reference", lambda: REFERENCE)
     prompts, completions, expected, weights, gradients = stock
     model = with_wide_heads(load_model(str(tiny), read_json(tiny / "config.json"), attention, experts))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("experts" not in name)
+        parameter.requires_grad_(is_learned(name))
     batch = pack_batch(prompts, completions, share, one_row, "cpu")
     logits = model.lm_head(hidden_states(model, batch, attention))
     logps = logits.log_softmax(-1).gather(1, batch.targets[:, None])[:, 0]
@@ -101,6 +108,6 @@ def test_the_model_equals_stock_transformers(tiny, stock, monkeypatch, attention
     torch.testing.assert_close(logps[order], expected, rtol=0, atol=1e-6)
     (logps[order] * weights).sum().backward()
     ours = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-    assert set(ours) == set(gradients) and any("sinks" in name for name in ours)
+    assert set(ours) == set(gradients)
     for name, gradient in gradients.items():
         assert error(ours[name], gradient) < 1e-6, name

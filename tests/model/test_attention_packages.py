@@ -85,8 +85,10 @@ def package(request, monkeypatch):
     """The name of an implementation whose functions stand-ins take the place of."""
     if request.param == "torch_flash":
         schemas = {name: getattr(torch.ops.aten, name).default._schema.arguments for name in TORCH}
-        named = {n: ", ".join(a.name + "=None" * a.has_default_value() for a in schemas[n]) for n in TORCH}
-        functions = {name: stand_in(request.param, name, arguments) for name, arguments in named.items()}
+        functions = {}
+        for name, schema in schemas.items():
+            arguments = (f"{a.name}=None" if a.has_default_value() else a.name for a in schema)
+            functions[name] = stand_in(request.param, name, ", ".join(arguments))
         monkeypatch.setattr(torch.ops, "aten", types.SimpleNamespace(**functions))
         return request.param
     module, signatures = STAND_INS[request.param]

@@ -25,17 +25,12 @@ SAME_KWH, LEAST_PROBABILITY = 1e-7, 1e-6  # closer energies are one state; less 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a policy did in W windows over T decisions; arrays of shape (W, T) unless noted."""
+    """What a policy did in W windows over T decisions: arrays (W, T)."""
 
     actions: np.ndarray  # int
     storage_kwh: np.ndarray  # after the hour
     co2_kg: np.ndarray
     unserved_kwh: np.ndarray
-
-    @property
-    def cycled_kwh(self) -> np.ndarray:
-        """Energy taken out of the storage over the window, (W,)."""
-        return np.maximum(-np.diff(self.storage_kwh, prepend=START_KWH), 0.0).sum(axis=1)
 
 
 # An answer without an action counts as full output: this serves the load even with an empty storage, and emits most, so
@@ -66,7 +61,7 @@ class Expectation:
     end_kwh: np.ndarray
     co2_kg: np.ndarray
     unserved_kwh: np.ndarray
-    cycled_kwh: np.ndarray
+    cycled_kwh: np.ndarray  # energy taken out of the storage
     unparsed: np.ndarray  # number of answers without an action
 
 
@@ -78,42 +73,44 @@ def expected_loop(windows: Sequence[Window], probabilities: Callable[[Sequence[S
     count, actions = len(windows), np.arange(len(PLANT.ratios))
     load_kw, co2 = (np.stack([getattr(w, name) for w in windows]) for name in ("load_kw", "co2"))  # (W, 4, 10)
     sums = Expectation(*np.zeros((5, count)))
-    where, energy, weight = np.arange(count), np.full(count, START_KWH), np.ones(count)
+    # Of each state: its window, the stored energy and its probability.
+    window, energy, weight = np.arange(count), np.full(count, START_KWH), np.ones(count)
     for t in with_progress("", range(DECISIONS), "decision", DECISIONS):
         day, i = divmod(t, len(HOURS))
-        states = [state_at(windows[w], PLANT, t, e) for w, e in zip(where.tolist(), energy, strict=True)]
+        states = [state_at(windows[w], PLANT, t, e) for w, e in zip(window.tolist(), energy, strict=True)]
         p = probabilities(states).astype(float)
         unparsed = 1 - p.sum(axis=1)
         p[:, SAFE_ACTION] += unparsed
-        after = tes.step(PLANT, energy[:, None], actions, load_kw[where, day, i, None], co2[where, day, i, None])
+        after = tes.step(PLANT, energy[:, None], actions, load_kw[window, day, i, None], co2[window, day, i, None])
         joint = weight[:, None] * p
         discharged = np.maximum(energy[:, None] - after.energy_kwh, 0.0)
         hourly = {"co2_kg": after.emissions_kg, "unserved_kwh": after.unserved_kwh, "cycled_kwh": discharged}
         for name, values in hourly.items():
-            np.add.at(getattr(sums, name), where, (joint * values).sum(axis=1))
-        np.add.at(sums.unparsed, where, weight * unparsed)
-        where, energy, weight = merge_states(np.repeat(where, len(actions)), after.energy_kwh.ravel(), joint.ravel())
+            np.add.at(getattr(sums, name), window, (joint * values).sum(axis=1))
+        np.add.at(sums.unparsed, window, weight * unparsed)
+        window, energy, weight = merge_states(np.repeat(window, len(actions)), after.energy_kwh.ravel(), joint.ravel())
         kept = weight >= LEAST_PROBABILITY
-        where, energy, weight = where[kept], energy[kept], weight[kept]
-        whole = np.bincount(where, weight, count)
-        weight = weight / whole[where]
-    sums.end_kwh = np.bincount(where, weight * energy, count)
+        window, energy, weight = window[kept], energy[kept], weight[kept]
+        whole = np.bincount(window, weight, count)
+        weight = weight / whole[window]
+    sums.end_kwh = np.bincount(window, weight * energy, count)
     return sums
 
 
 def merge_states(
-    where: np.ndarray, energy: np.ndarray, weight: np.ndarray
+    window: np.ndarray, energy: np.ndarray, weight: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sorts S states by window (`where`) and energy, merges equal ones and adds up their weights; (S,) to (<= S,)."""
-    order = np.lexsort((energy, where))
-    where, energy, weight = where[order], energy[order], weight[order]
-    new = (np.diff(where, prepend=-1) > 0) | (np.diff(energy, prepend=-np.inf) > SAME_KWH)
-    return where[new], energy[new], np.bincount(np.cumsum(new) - 1, weight)
+    """Sorts S states by window and energy, merges equal ones and adds up their weights; (S,) to (<= S,)."""
+    order = np.lexsort((energy, window))
+    window, energy, weight = window[order], energy[order], weight[order]
+    new = (np.diff(window, prepend=-1) > 0) | (np.diff(energy, prepend=-np.inf) > SAME_KWH)
+    return window[new], energy[new], np.bincount(np.cumsum(new) - 1, weight)
 
 
 def outcome(trace: Trace, windows: Sequence[Window]) -> dict[str, np.ndarray]:
     """The figures of `expected_outcome` for what has happened: row i of `trace` is a pass through `windows[i]`."""
-    sums = trace.co2_kg.sum(axis=1), trace.unserved_kwh.sum(axis=1), trace.cycled_kwh
+    cycled_kwh = np.maximum(-np.diff(trace.storage_kwh, prepend=START_KWH), 0.0).sum(axis=1)
+    sums = trace.co2_kg.sum(axis=1), trace.unserved_kwh.sum(axis=1), cycled_kwh
     return expected_outcome(Expectation(trace.storage_kwh[:, -1], *sums, np.zeros(len(windows))), windows)
 
 

@@ -111,15 +111,15 @@ def add_totals(record: Record) -> None:
     models, from `mean` alone."""
     windows = [entry["policies"] for entry in record["windows"]]
     priced = {name: [policies[name]["mean"]["priced_kg"] for policies in windows] for name in windows[0]}
-    best = priced["optimum"]
-    scale = math.fsum(best)
+    optimum = priced["optimum"]
+    whole = math.fsum(optimum)
 
     def regret(mine: str, other: str) -> dict[str, float | None]:
         above = [100 * (a - b) for a, b in zip(priced[mine], priced[other], strict=True)]
         low = high = None
-        if len(best) >= LEAST_WINDOWS and scale > 0:
-            low, high = rewards.confidence_interval(above, best)
-        percent = math.fsum(above) / scale if scale > 0 else None
+        if len(optimum) >= LEAST_WINDOWS and whole > 0:
+            low, high = rewards.confidence_interval(above, optimum)
+        percent = math.fsum(above) / whole if whole > 0 else None
         figures = {"regret_percent": percent, "regret_percent_low": low, "regret_percent_high": high}
         return {name: json_number(value) for name, value in figures.items()}
 
@@ -175,17 +175,13 @@ def run_exact(
 
     def likeliest(states: Sequence[State]) -> list[int | None]:
         p = probabilities([plan.render(state) for state in states], True)
-        is_parsed = np.any(p > 0, axis=1)
-        unparsed[:] += ~is_parsed
-        pairs = zip(p.argmax(axis=1).tolist(), list(is_parsed), strict=True)
-        return [action if is_parsed else None for action, is_parsed in pairs]
-
-    def action_probabilities(states: Sequence[State]) -> np.ndarray:
-        return probabilities([plan.render(state) for state in states], False)
+        actions = [int(row.argmax()) if row.any() else None for row in p]
+        unparsed[:] += [action is None for action in actions]
+        return actions
 
     with Phase("greedy", first_s=ROWS_S):
         trace = loop.closed_loop(windows, likeliest)
-    expected = loop.expected_loop(windows, action_probabilities)
+    expected = loop.expected_loop(windows, lambda states: probabilities([*map(plan.render, states)], False))
     sums = loop.expected_outcome(expected, windows)
     add_policy(record, name, windows, trace, expected.unparsed * samples, trace.actions.size * samples, sums)
     add_policy(record, name + GREEDY, windows, trace, unparsed, trace.actions.size)

@@ -23,8 +23,6 @@ from grpo.tasks.tes.record import ClosedLoopPlan
 
 PROFILE = "data/profile_heldout.csv"  # of the demo's held-out rows
 FULL_IS_SAMPLED = "full prompts are too long and too many to ask all that can happen"
-# Policies in the upper part of the table; fixed rules follow.
-SHOWN_FIRST = ("base", "trained", "base_greedy", "trained_greedy", "optimum")
 HEADER = ("", "CO2, kg", "Cycled, kWh", "Regret, %", "Unparsed", "Unserved, kWh", "In windows", "Worst window (kWh)")
 NOTE = (
     "Totals over all windows. Regret: cost above the optimum's, in brackets its 95% interval over windows. Little CO2 "
@@ -196,10 +194,9 @@ def unserved_text(policy: Mapping[str, object], windows: int) -> str:
 
 
 def policy_rows(record: Record) -> list[list[str]]:
-    """The rows below HEADER: models first, then the fixed rules."""
-    rows, totals = [], object_at(record, "totals")
-    for name in sorted(totals, key=lambda name: name not in SHOWN_FIRST):
-        policy = totals[name]
+    """The rows below HEADER, in the record's order: models, the optimum, then the fixed rules."""
+    rows = []
+    for name, policy in object_at(record, "totals").items():
         keys = ("co2_kg", "storage_cycled_kwh", "unserved_kwh")
         co2, cycled, unserved = (f"{finite_number(policy.get(key)):,.1f}" for key in keys)
         regret = with_interval(policy, "regret_percent", ",.1f") + (" *" if hides_losses(policy) else "")
