@@ -51,9 +51,11 @@ def update_norm(layer: torch.nn.Module) -> Tensor:
 class ExpertAdapter(ParamWrapper):
     """PEFT's LoRA of a parameter of the experts, whose factors are passed to `experts_forward`. PEFT itself adds
     their product to the weights at each use. This takes twice the memory of the weights, because of the gradient, and
-    is impossible for packed experts. The adapter must not be merged, and the experts' implementation not be changed."""
+    is impossible for packed experts. The experts' implementation must not be changed."""
 
     def forward(self, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        if self.merged:
+            raise RuntimeError("the adapter is merged into the experts' weights, and would count twice")
         adapters = vars(self.get_base_layer()).setdefault("adapters", {})
         if not self.disable_adapters and self.active_adapters:
             a, b = lora_factors(self)

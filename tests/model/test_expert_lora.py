@@ -100,6 +100,13 @@ def test_experts_without_rows_get_no_gradient(tiny, monkeypatch):
     assert any((gradient == 0).any() for gradient in gradients), "one token does not meet all experts"
 
 
+def test_a_merged_adapter_does_not_count_twice(tiny):
+    mine = ours(tiny, "bf16")
+    mine.merge_adapter()
+    with pytest.raises(RuntimeError, match="merged"):
+        logits_of(mine)
+
+
 def test_the_saved_adapter_is_pefts(tiny, tmp_path):
     """Names and shapes are those that the checks expect; plain PEFT loads it, and so do packed experts."""
     mine = ours(tiny, "mxfp4")
