@@ -70,7 +70,7 @@ def write_data(train: Profiles, heldout: Profiles, out: Path, prompt: str) -> di
     profiles. Raises OSError.
 
     Varied copies fill up the training windows: two real windows alone taught a policy that left a fifth of a warmer
-    month's load unserved (docs/tried.md)."""
+    month's load unserved."""
     trajectories = math.ceil(FEWEST_WINDOWS / window_count(train))
     files = {
         "DATA": profile_files(train, (prompt,), SEED, trajectories=trajectories, short_share=SHORT_SHARE, vary=VARY),
