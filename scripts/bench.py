@@ -48,8 +48,8 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
     """Adds a command with the options that commands share; with `model` also those of a checkpoint on a GPU."""
     command = commands.add_parser(name, help=text)
     command.add_argument("--out", required=True, help="JSON to write")
-    text = "OUTPUT_DIR of the runs; deleted first (default %(default)s)"
-    command.add_argument("--run", default=f"runs/bench-{name}", help=text)
+    about_run = "OUTPUT_DIR of the runs; deleted first (default %(default)s)"
+    command.add_argument("--run", default=f"runs/bench-{name}", help=about_run)
     settings = {"type": parse_assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
     command.add_argument("--set", help="a setting of the runs", **settings)
     command.add_argument("--child", help=argparse.SUPPRESS)

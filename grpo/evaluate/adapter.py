@@ -8,10 +8,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo.plan.hub import ModelFiles, count_parameters, find_model, read_json
+from grpo.plan.hub import ModelFiles, count_parameters, find_model
 from grpo.plan.machine import GIB, Machine
 from grpo.preflight.adapter import CONFIG, missing_files
 from grpo.run.best import adapter_fault
+from grpo.run.durable import read_json
 from grpo.run.layout import SETTINGS
 from grpo.settings import Problems, Settings, load_settings, show
 

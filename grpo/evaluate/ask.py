@@ -19,10 +19,11 @@ from grpo.data.prompts import render_rows
 from grpo.evaluate.adapter import check_model, load_run_settings
 from grpo.evaluate.models import start_model
 from grpo.plan.engine import vllm_rank
-from grpo.plan.hub import ModelFiles, read_json
+from grpo.plan.hub import ModelFiles
 from grpo.plan.machine import Machine, read_machine
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.rollout.engine import vllm_modules
+from grpo.run.durable import read_json
 from grpo.settings import InputError, Problems, Settings
 
 EXAMPLE = "Which one? Answer [0] or [1]."

@@ -25,13 +25,14 @@ from grpo.model.attention import unwrap_peft
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer
 from grpo.plan.engine import plan_engine
-from grpo.plan.hub import ModelFiles, fetch_weights, read_json
+from grpo.plan.hub import ModelFiles, fetch_weights
 from grpo.plan.machine import Machine
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
 from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, close_answers
 from grpo.rollout.engine import EngineError, start_engine
+from grpo.run.durable import read_json
 from grpo.settings import InputError, Settings
 
 MOST_AT_ONCE = 512  # sequences that vLLM generates at the same time; more wait in its queue

@@ -43,7 +43,8 @@ class RewardLookup:
             answers = ["", *(f"[{k}]" for k in range(len(row.rewards)))]
             texts = [completion_text(row.prompt, ANSWER_TURN.format(answer)) for answer in answers]
             ids = self.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
-            probes = read_completions(self.tokenizer, [self.tokenizer.eos_token_id], [row] * len(ids), ids)
+            stops = [tokens[-1] for tokens in ids]  # No answer is truncated, whatever token ends a text.
+            probes = read_completions(self.tokenizer, stops, [row] * len(ids), ids)
             scores = score([self.functions[n] for n in self.looked_up], probes, ids, self.columns, state)
             weights = [self.weights[n] for n in self.looked_up]
             self.tables[row.id] = [

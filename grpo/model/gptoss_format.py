@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from grpo.plan.hub import REAL_CONFIG, TINY_PATH, read_json
+from grpo.plan.hub import REAL_CONFIG, TINY_PATH
+from grpo.run.durable import read_json
 
 BLOCK = 32  # number of elements that share a scale in MXFP4
 

@@ -23,7 +23,7 @@ from trainers import (
 )
 
 from grpo.data.files import Row
-from grpo.data.scoring import Completion
+from grpo.data.scoring import Completion, initial_trainer_state, load_rewards
 from grpo.learn.answer_rewards import RewardLookup
 from grpo.learn.expected_reward import (
     AnswerRewards,
@@ -34,7 +34,7 @@ from grpo.learn.expected_reward import (
     token_advantages,
 )
 from grpo.model.load import load_tokenizer
-from grpo.settings import FIELDS
+from grpo.settings import FIELDS, load_settings
 from rewards import assistant_turn, parse_action
 
 pytestmark = pytest.mark.numeric
@@ -373,6 +373,16 @@ def test_the_answers_token_behind_an_opened_channel(lookup):
     row = dataclasses.replace(row, prompt=row.prompt + "<|channel|>final<|message|>")
     ids = lookup.tokenizer(text=["[3]<|return|>"])["input_ids"]
     assert lookup.answer_positions([completion_of(row, "[3]<|return|>")], ids) == [1]
+
+
+def test_rewards_of_actions_whatever_token_ends_a_text(tiny):
+    """A tokenizer may name another end than Harmony's <|return|>: answers are not truncated then."""
+    tokenizer = load_tokenizer(str(tiny))
+    tokenizer.eos_token = "<|endoftext|>"
+    settings = load_settings({"MODEL_ID": "tiny"})[0]
+    (row,) = rows_with(REWARDS)
+    lookup = RewardLookup(load_rewards([("action", 1.0)], settings), [1.0], [0], list(row.columns), tokenizer)
+    assert lookup.rewards_of_actions(row, initial_trainer_state(1)) == pytest.approx([INVALID, *REWARDS])
 
 
 class PiecewiseTokenizer:

@@ -85,7 +85,7 @@ def solve(
     """Dynamic programming backwards over T decisions (night hours change nothing, so they are left out).
 
     load_kw, co2_kg_per_kwh: shape (T,). price_per_kwh: value of a kWh that is left at the end. start_kwh: one energy or
-    several, shape (S,).
+    several, shape (S,). Raises ValueError if the shapes differ.
 
     An even grid of energies would not be exact: where a low output just fails to serve a load, the value falls by up to
     10/6 per kWh within a fraction of a kWh, and interpolation smears that over a cell. So the nodes of each hour are
@@ -94,6 +94,8 @@ def solve(
     last visit to an empty or full storage and by the thirds put in since, at most 10 (t + 1) from one start.
     """
     load, co2 = np.asarray(load_kw, float), np.asarray(co2_kg_per_kwh, float)
+    if load.ndim != 1 or load.shape != co2.shape:
+        raise ValueError(f"load_kw {load.shape} and co2_kg_per_kwh {co2.shape} must both have shape (T,)")
     actions = np.arange(len(plant.ratios))[:, None]
     nodes = [distinct_energies(np.atleast_1d(np.asarray(start_kwh, float)))]
     for t in range(load.size):
