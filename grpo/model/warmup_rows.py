@@ -19,7 +19,7 @@ from grpo.model.gptoss_format import ModelError
 from grpo.plan.hub import TINY_PATH
 from grpo.run.child import begin_worker, delaying_signals
 from grpo.tasks.tes import dataset
-from grpo.tasks.tes.plant import HOURS, low_co2
+from grpo.tasks.tes.plant import HOURS, PLANT, low_co2
 from grpo.tasks.tes.profiles import TRAIN_START
 from grpo.tasks.tes.prompts import State
 
@@ -51,12 +51,12 @@ def readings(state: State) -> list[float]:
     They are the energies [kWh] that each action would store, lose to a full storage or fail to serve, and features of
     hour, CO2 intensities and loads that a decision may depend on.
     """
-    plant, now = state.plant, HOURS.index(state.stamp.hour)
+    now = HOURS.index(state.stamp.hour)
     load, co2, later = state.load_kw[now], state.co2[now], state.co2[now + 1 :]
-    balance = state.energy_kwh + plant.outputs_kw - load
+    balance = state.energy_kwh + PLANT.outputs_kw - load
     gain = low_co2(state.next_co2) - co2
     need = state.load_kw[now + 1 :].sum() - max(state.energy_kwh - load, 0.0)
-    stored, lost = balance.clip(0, plant.capacity_kwh), (balance - plant.capacity_kwh).clip(0)
+    stored, lost = balance.clip(0, PLANT.capacity_kwh), (balance - PLANT.capacity_kwh).clip(0)
     return [
         *stored, *lost, *(-balance[:2]).clip(0), float(balance[0] < 0), co2, gain, max(-gain, 0.0), (later < co2).sum(),
         need, state.stamp.hour, load, state.energy_kwh,

@@ -22,7 +22,7 @@ from grpo.tasks.tes.dataset import (
     synthetic_windows,
     vary_loads,
 )
-from grpo.tasks.tes.plant import HOURS, Plant, q_values
+from grpo.tasks.tes.plant import HOURS, PLANT, q_values
 from grpo.tasks.tes.profiles import TRAIN_START, Window, cut_windows, synthetic_profile
 
 DATA = ROOT / "data"
@@ -64,14 +64,13 @@ def test_short_hours_are_spread_over_the_day_and_exact() -> None:
     assert (
         all(state.short_kwh > 0 for _, state in decisions) and len({state.stamp.date() for _, state in decisions}) > 1
     )
-    plant = Plant()
-    grid = window.solve(plant, start_kwh=np.linspace(0, plant.capacity_kwh, 61))
+    grid = window.solve(start_kwh=np.linspace(0, PLANT.capacity_kwh, 61))
     for row, state in decisions:
         t = len(HOURS) * window.dates.index(state.stamp.date()) + HOURS.index(state.stamp.hour)
         assert row["timestep"] == 24 * (t // len(HOURS)) + state.stamp.hour
         mine = [row[f"q_action_{k}"] for k in range(4)]
         assert np.allclose(mine, q_values(grid, t, state.energy_kwh), atol=0.5)
-        served = [kw >= state.short_kwh for kw in plant.outputs_kw]
+        served = [kw >= state.short_kwh for kw in PLANT.outputs_kw]
         assert served[row["optimal_action"]] or not any(served)
     # An hour without a load cannot be short.
     idle = Window(window.dates, window.co2, np.where(np.arange(10) == 4, 0.0, window.load_kw))

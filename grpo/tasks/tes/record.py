@@ -47,7 +47,7 @@ class ClosedLoopPlan(SimulationPlan):
     render: Callable[[State], str] = render_full
 
     def opening_prompts(self) -> list[str]:
-        return [self.render(state_at(window, loop.PLANT, 0, START_KWH)) for window in self.windows]
+        return [self.render(state_at(window, 0, START_KWH)) for window in self.windows]
 
 
 def new_record(plan: ClosedLoopPlan, settings: Settings, samples: int, exact: bool = False) -> Record:

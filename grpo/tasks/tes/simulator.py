@@ -16,7 +16,8 @@ from grpo.settings import InputError, Problems, Settings
 from grpo.tasks.figure_text import finite_number, object_at, table_lines, verdict_of, with_interval
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
-from grpo.tasks.tes.closed_loop import DECISIONS, PLANT
+from grpo.tasks.tes.closed_loop import DECISIONS
+from grpo.tasks.tes.plant import PLANT
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import prompt_kind, renderer
 from grpo.tasks.tes.record import ClosedLoopPlan
