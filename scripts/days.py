@@ -43,11 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return train_on_days(options)
-    except InputError as error:
-        print(*error.args, sep="\n", file=sys.stderr)
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-    return 2
+        raise InputError(f"{error.filename}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

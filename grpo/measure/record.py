@@ -21,7 +21,7 @@ import pandas
 
 from grpo.plan.machine import installed_versions, read_machine
 from grpo.run import durable
-from grpo.settings import ROOT
+from grpo.settings import ROOT, InputError
 
 BENCH, TRAIN_SCRIPT = ROOT / "scripts" / "bench.py", ROOT / "train_grpo.py"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger-kernel", "triton", "vllm")
@@ -155,10 +155,10 @@ def plant_figures(plant: Json) -> list[Figure]:
 
 
 def fresh_folder(path: Path) -> Path:
-    """Makes an empty folder; one that an earlier measurement made is deleted first. Raises FileExistsError for a folder
-    that no measurement made."""
+    """Makes an empty folder; one that an earlier measurement made is deleted first. Raises InputError for a folder that
+    no measurement made."""
     if path.exists() and not (path / MARK).is_file():
-        raise FileExistsError(f"--run {path} exists, and no measurement made it: name another, or delete it yourself")
+        raise InputError(f"--run {path} exists, and no measurement made it: name another, or delete it yourself")
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     (path / MARK).touch()

@@ -14,12 +14,6 @@ from grpo.plan.hub import REAL_CONFIG, TINY_PATH
 from grpo.run.durable import read_json
 
 BLOCK = 32  # number of elements that share a scale in MXFP4
-
-
-class ModelError(Exception):
-    """A problem that the user can solve. The message says how; the command exits with 2."""
-
-
 # Sizes of a gpt-oss by their names in config.json. The hidden and the intermediate size must be multiples of BLOCK.
 Sizes = dict[str, int]
 GPT_OSS_20B: Sizes = {name: size for name, size in REAL_CONFIG.items() if isinstance(size, int)}

@@ -15,9 +15,9 @@ import torch
 from tokenizers import Tokenizer
 
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE, render
-from grpo.model.gptoss_format import ModelError
 from grpo.plan.hub import TINY_PATH
 from grpo.run.child import begin_worker, delaying_signals
+from grpo.settings import InputError
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import HOURS, PLANT, low_co2
 from grpo.tasks.tes.profiles import TRAIN_START
@@ -140,7 +140,7 @@ class WarmupTensors:
         encodings = tokenizer.encode_batch([row.prompt for row in rows], add_special_tokens=False)
         ends = [answer(0, stated_numbers(row.prompt)) if reasons else self.answer for row in rows]
         if {len(end) for end in ends} != {len(self.answer)}:
-            raise ModelError("the tokenizer splits numbers below 1000: a chain of thought needs the o200k one")
+            raise InputError("the tokenizer splits numbers below 1000: a chain of thought needs the o200k one")
         ids = [
             torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in zip(encodings, ends, strict=True)
         ]

@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT, read_csv
 from test_tes_profiles import GOOD, JAPANESE, as_csv, profile_rows
 
+from grpo.settings import InputError
 from grpo.tasks.tes.dataset import (
     SEED,
     profile_files,
@@ -29,15 +30,16 @@ DATA = ROOT / "data"
 NAMES = ("tes_train.csv", "tes_heldout.csv", "tes_train_compact.csv", "tes_heldout_compact.csv")
 
 
-def test_all_problems_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
     table = profile_rows()
     table[9][1], table[10][2], table[11][0] = "x", "-1", "never"
     (tmp_path / "a.csv").write_text(as_csv(table))
     (tmp_path / "b.csv").write_text(as_csv(profile_rows(2)))
     (tmp_path / "d.csv").write_text(GOOD.replace(",0.3", ",?0.3"))
     profiles = [str(tmp_path / name) for name in ("a.csv", "b.csv", "c.csv", "d.csv")]
-    assert md.main(["--profile", *profiles, "--out", str(tmp_path / "out")]) == 2
-    message = capsys.readouterr().err
+    with pytest.raises(InputError) as caught:
+        md.main(["--profile", *profiles, "--out", str(tmp_path / "out")])
+    message = str(caught.value)
     parts = ["a.csv, row 9, column 'co2'", "row 10, column 'load'", "row 11, column 'datetime'"]
     parts += ["no 4 consecutive days", "c.csv: cannot", "row 96, column"]
     assert all(part in message for part in parts), message
@@ -142,12 +144,12 @@ def test_wrong_command_lines(arguments: list[str], reason: str, capsys: pytest.C
     assert caught.value.code == 2 and reason in capsys.readouterr().err
 
 
-def test_profiles_and_folders_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_profiles_and_folders_that_cannot_be_written(tmp_path: Path) -> None:
     profiles = [tmp_path / name for name in ("a.csv", "b/a.csv")]
     profiles[1].parent.mkdir()
     for path in profiles:
         path.write_text(GOOD)
-    assert md.main(["--profile", *map(str, profiles), "--out", str(tmp_path)]) == 2
-    assert "b/a.csv: another profile has this name too; rename" in capsys.readouterr().err
-    assert md.main(["--out", str(profiles[0])]) == 2
-    assert "choose another --out" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"b/a.csv: another profile has this name too; rename"):
+        md.main(["--profile", *map(str, profiles), "--out", str(tmp_path)])
+    with pytest.raises(InputError, match="choose another --out"):
+        md.main(["--out", str(profiles[0])])
