@@ -191,12 +191,6 @@ def fetch_weights(model_id: str, files: ModelFiles) -> str | None:
     return problems[0] if problems else None
 
 
-def downloaded_gib(files: ModelFiles) -> float:
-    """Size of the weight files that are already on this machine, in GiB."""
-    paths = files.folder.glob("*.safetensors") if files.folder else ()
-    return sum(path.stat().st_size for path in paths) / GIB
-
-
 def checkpoint_gib(config: ModelConfig) -> float:
     """GiB of the weights of a checkpoint with this config.json: for gpt-oss-20b and 120b to the byte of their index."""
     size = count_parameters(config)["total"] * 2 / GIB

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import re
 from pathlib import Path
 
@@ -15,14 +14,7 @@ from conftest import ROOT, read_csv
 from test_tes_profiles import GOOD, JAPANESE, as_csv, profile_rows
 
 from grpo.settings import InputError
-from grpo.tasks.tes.dataset import (
-    SEED,
-    profile_files,
-    short_hours,
-    short_windows,
-    synthetic_windows,
-    vary_loads,
-)
+from grpo.tasks.tes.dataset import SEED, profile_files, short_hours, synthetic_windows, vary_loads
 from grpo.tasks.tes.plant import HOURS, PLANT, q_values
 from grpo.tasks.tes.profiles import TRAIN_START, Window, cut_windows, synthetic_profile
 
@@ -52,15 +44,14 @@ def test_train_and_heldout_share_nothing() -> None:
         assert not {row["timestamp"] for row in train} & {row["timestamp"] for row in heldout}
         column = "user" if suffix else "prompt"
         assert not {row[column] for row in train} & {row[column] for row in heldout}
-    streams = [synthetic_windows(SEED, stream, 20, TRAIN_START) for stream in range(3)]
-    streams.append(itertools.islice(short_windows(SEED), 20))
+    streams = [synthetic_windows(SEED, stream, 20, TRAIN_START) for stream in range(4)]
     days = [day.tobytes() for stream in streams for window, _ in stream for day in window.co2]
     assert len(days) == len(set(days)) == 4 * 20 * 4
 
 
 def test_short_hours_are_spread_over_the_day_and_exact() -> None:
     """One for each hour: a trajectory hardly ever is short in the afternoon, a policy that empties the storage is."""
-    window, rng = next(short_windows(5))
+    window, rng = next(synthetic_windows(5, 3, 1, TRAIN_START))
     decisions = short_hours(window, rng, "compact")
     assert [state.stamp.hour for _, state in decisions] == list(HOURS)
     assert (

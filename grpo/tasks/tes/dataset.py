@@ -122,11 +122,6 @@ def synthetic_windows(
         yield cut_windows(profile)[0], np.random.default_rng((seed, stream, i, 1))
 
 
-def short_windows(seed: int) -> Iterator[tuple[Window, np.random.Generator]]:
-    """Endless windows to take short hours from, of a random stream of their own."""
-    return synthetic_windows(seed, SHORT_STREAM, None, TRAIN_START)
-
-
 def rows_csv(rows: list[CsvRow]) -> str:
     """Writes rows as CSV text; eight decimals, so that all machines write the same bytes."""
     columns = list(rows[0])
@@ -147,7 +142,8 @@ def synthetic_files(
     for prompt in prompts:
         drawn = synthetic_windows(seed, TRAIN_STREAM, train[prompt], TRAIN_START)
         trajectories = (trajectory(vary_loads(window, rng, factor[prompt]), rng, prompt, None) for window, rng in drawn)
-        for_short = ((vary_loads(window, rng, factor[prompt]), rng) for window, rng in short_windows(seed))
+        drawn = synthetic_windows(seed, SHORT_STREAM, None, TRAIN_START)
+        for_short = ((vary_loads(window, rng, factor[prompt]), rng) for window, rng in drawn)
         rows = with_short_hours(list(itertools.chain.from_iterable(trajectories)), for_short, prompt, SHORT_SHARE)
         yield file_name("train", prompt), rows_csv(rows)
         drawn = synthetic_windows(seed, HELDOUT_STREAM, heldout[prompt], HELDOUT_START)

@@ -146,13 +146,9 @@ def render_compact(state: State) -> tuple[str, str]:
     words |= {"next": 100 * next_co2, "gain": 50 + 100 * (next_co2 - co2)}
     words |= {"short": min(rated, load - store), "room": min(rated, load + capacity - store)}
     words |= {"need": need / 10, "rank": (later_co2 < co2).sum(), "ahead": 100 * later_co2, "loads": later_load}
-    texts = (" ".join([word, *map(str, map(vocabulary_number, np.atleast_1d(value)))]) for word, value in words.items())
-    return COMPACT_SYSTEM, " ".join(texts)
-
-
-def vocabulary_number(value: float) -> int:
-    """Rounds to an integer and clips to 0..200: one token in the tiny model's vocabulary."""
-    return min(200, max(0, round(float(value))))
+    # Each integer from 0 to 200 is one token in the tiny model's vocabulary.
+    numbers = {word: np.atleast_1d(value).round().clip(0, 200).astype(int) for word, value in words.items()}
+    return COMPACT_SYSTEM, " ".join(" ".join([word, *map(str, values)]) for word, values in numbers.items())
 
 
 def prompt_kind(conversations: Sequence[Sequence[tuple[str, str]]]) -> str | None:
