@@ -12,8 +12,6 @@ are not needed. transformers generates: on a GPU, or for tiny.
 Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

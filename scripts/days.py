@@ -13,8 +13,6 @@ rows) and run/, the OUTPUT_DIR of train_grpo.py. The same command continues what
 Exit codes: 0 done, 2 the profiles cannot be used (every problem is named); those of train_grpo.py where it fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

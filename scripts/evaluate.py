@@ -16,8 +16,6 @@ new state makes the next prompt. docs/evaluation.md defines every figure.
 Exit codes: 0 done, 2 bad input (every problem is named), 4 vLLM failed, 1 anything else.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

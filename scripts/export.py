@@ -14,8 +14,6 @@ results.
 Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

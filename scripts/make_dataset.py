@@ -9,8 +9,6 @@ and the reward `reward_action_k`, the Boltzmann softmax of the four values. docs
 Exit codes: 0 done, 2 bad input (every problem is named).
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

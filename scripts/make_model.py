@@ -17,8 +17,6 @@ statistics of trained weights, only a scale at which activations stay finite.
 Exit codes: 0 done, 2 a usage error, a refused target or a full disk.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

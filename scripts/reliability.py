@@ -14,8 +14,6 @@ finding is kept. The JSON is written every ten seconds.
 Exit codes: 0 no finding, 1 findings (printed, with how to do them again), 2 bad options.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import itertools

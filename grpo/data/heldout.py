@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the held-out rows: those that EVAL_DATA names, or a part of DATA, by a hash."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

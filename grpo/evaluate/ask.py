@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks an adapter to answer prompts, and prints the commands that serve it with vLLM; for scripts/ask.py."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import dataclasses

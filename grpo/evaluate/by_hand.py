@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates an adapter, its base model or both without a run; for scripts/evaluate.py."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

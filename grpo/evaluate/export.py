@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges an adapter into its base model, to a checkpoint that loads without this project; for scripts/export.py."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path

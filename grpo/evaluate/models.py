@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose answers are evaluated: a run's own, or one in transformers or vLLM without a trainer."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

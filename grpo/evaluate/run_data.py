@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the files of a run's folder, for its report, for the card of its adapter and for scripts/watch.py."""
 
-from __future__ import annotations
-
 import functools
 import io
 import math

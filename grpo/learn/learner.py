@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the gradients of a scored batch: the loss of TRL's GRPOTrainer, over few dense micro-batches."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Iterator, Mapping
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the duration of each step and its parts, and ends training when a signal asks for it."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains on some of a folder's hourly profiles of real days, and measures on the others; for scripts/days.py."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

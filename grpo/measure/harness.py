@@ -2,8 +2,6 @@
 """The harness of measurements that run the entry point: settings, watched functions, GPU memory, and the results of
 child processes."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

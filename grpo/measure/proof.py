@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proof: its data and model, its run, and the collection of its figures."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The JSON that every measurement writes, the figures of a run's own files, and the folders of measurements."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures a run at any settings: its time, its memory, and whether weights that do not learn stay the same."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

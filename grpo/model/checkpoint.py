@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes checkpoints in gpt-oss's format; their folder is either complete or absent."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

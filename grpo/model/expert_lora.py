@@ -2,8 +2,6 @@
 """LoRA on gpt-oss's experts with PEFT's wrappers, names and files, computed without merging the adapter into the
 weights."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import cast

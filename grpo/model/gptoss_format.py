@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The format of gpt-oss checkpoints: sizes, MXFP4, special tokens and config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

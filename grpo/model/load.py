@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the model, in BF16 or with MXFP4 experts, adapters and the tokenizer."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a checkpoint with gpt-oss-20b's shapes and random weights."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small gpt-oss to read the plant's prompts and to answer in their format, but not which action to choose."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

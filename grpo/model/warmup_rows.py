@@ -2,8 +2,6 @@
 """Makes the rows of a small model's warm-up: the plant's prompts, and the numbers that the model learns to read
 there."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the small files of a model in a folder, on the Hub, or in data/tiny, and downloads its weights."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every check before a run: settings, model, data, rewards, OUTPUT_DIR, memory and disk."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import platform

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choices that `auto` leaves open: pure functions that return a value and its reason."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of scripts/sft.py: those of train_grpo.py with the same settings, and that rows have answers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

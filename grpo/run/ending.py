@@ -4,8 +4,6 @@
 Under torchrun, whose own exit code is 1 for every reason, the code and the reason are written into OUTPUT_DIR. A reader
 that closes the output (`| head`) does not change the exit code of a run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

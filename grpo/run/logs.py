@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs that a run writes while it trains: metrics.csv, completions.csv, training.log with warnings and time left."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import hashlib

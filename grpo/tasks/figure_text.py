@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured figures as text: for tables in the terminal and for the report of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

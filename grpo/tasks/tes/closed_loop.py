@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A policy runs the plant hour by hour: rules, the optimum, or a model."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training rows and held-out rows: decisions along trajectories through windows of the plant's days."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thermal energy storage (TES) plant: one hour of it, and the exact optimum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

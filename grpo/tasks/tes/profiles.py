@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hourly profiles of CO2 intensity and cooling load: read from CSVs, or synthetic."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plant's state before a decision, and the prompts that describe it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

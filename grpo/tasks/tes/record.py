@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """closed_loop.json: what each policy did in each window, and the totals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

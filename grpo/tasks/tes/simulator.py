@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TES plant as the simulator of its task: the model controls it through the windows of EVAL_PROFILE."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
