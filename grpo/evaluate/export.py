@@ -80,8 +80,7 @@ class Merged:
         return self.add(name, torch.cat(wide))
 
     def share(self) -> float | None:
-        """The share of the adapter's update that survived rounding in the tensors merged until now; None if the adapter
-        is zero."""
+        """The share of the adapter's update that survived rounding until now; None if the adapter is zero."""
         share = update_share(self.sums, self.elements)
         return share[0] if share else None
 

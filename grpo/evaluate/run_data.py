@@ -89,8 +89,7 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
 
 
 def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
-    """The run's prompts by prompt_id, from the training data that settings.json names; empty if the data is missing or
-    has changed since the run."""
+    """The run's prompts by prompt_id, from the DATA of settings.json; empty if it is missing or has changed since."""
     settings = object_at(record, "settings")
     data, system, share = (settings.get(name, "") for name in ("DATA", "SYSTEM_PROMPT", "EVAL_SHARE"))
     if any(is_dataset(name) for name in split_commas(data)):

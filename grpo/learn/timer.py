@@ -15,8 +15,7 @@ from grpo.run.ranks import Ranks
 
 
 class StepTimerCallback(TrainerCallback):
-    """Times each step and its parts. After a signal to any process of the run it saves a checkpoint and ends
-    training."""
+    """Times each step and its parts. After a signal to any process it saves a checkpoint and ends training."""
 
     def __init__(self, stop: StopRequest, ranks: Ranks):
         self.stop, self.ranks = stop, ranks

@@ -52,8 +52,7 @@ def figure(name: str, value: float, unit: str, note: str = "") -> Figure:
 
 
 def tabled(table: str, values: Json) -> list[Figure]:
-    """The figures of a table with lines `names | unit | note` that `values` holds, in the table's order. A note may
-    name other values in braces."""
+    """The figures of a table (lines of `names | unit | note`) that `values` holds; notes may name values in braces."""
     figures = []
     for line in table.strip().splitlines():
         names, unit, note = (cell.strip() for cell in line.split("|"))
@@ -97,8 +96,7 @@ def this_command() -> str:
 
 
 def save(path: Path, figures: Sequence[Figure], command: str | None = None, more: Json | None = None) -> None:
-    """Writes the figures as JSON, in the form of all files under docs/results/. `more` adds keys, or replaces
-    those of this machine."""
+    """Writes the figures as docs/results/ holds them; `more` adds keys, or replaces those of this machine."""
     record = {
         "command": command or this_command(),
         "machine": f"{machine_words(vars(read_machine()))}; Python {platform.python_version()}",

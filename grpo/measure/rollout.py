@@ -196,8 +196,7 @@ def rollout_child(options: argparse.Namespace) -> int:
 
 
 def bench_rollout(options: argparse.Namespace) -> int:
-    """Measures a run in a process of its own, beside this one, which may occupy the GPU. Returns the exit code of that
-    process."""
+    """Measures a run in a child process, beside which this one may occupy the GPU; returns the child's exit code."""
     if options.child:
         return rollout_child(options)
     harness.result_path(options, CHILD).unlink(missing_ok=True)

@@ -53,8 +53,7 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Round a gpt-oss's experts to MXFP4 in place and freeze them; return blocks and scales by their checkpoint
-    names."""
+    """Round a gpt-oss's experts to MXFP4 in place and freeze them; return their checkpoint tensors by name."""
     quantized: dict[str, torch.Tensor] = {}
     for name, weight in model.named_parameters():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # (E, in, out)

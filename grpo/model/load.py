@@ -101,8 +101,7 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
 
 
 def load_generation_config(model_path: str) -> GenerationConfig:
-    """The checkpoint's generation_config.json, which holds the stop tokens; without that file, one made of
-    config.json."""
+    """The checkpoint's generation_config.json, which holds the stop tokens; without it, one made of config.json."""
     try:
         return GenerationConfig.from_pretrained(model_path)
     except OSError:

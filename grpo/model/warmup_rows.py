@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the rows of a small model's warm-up: the plant's prompts, and the numbers that the model learns to read
-there."""
+"""Makes the rows of a small model's warm-up: the plant's prompts, and the numbers that it learns to read there."""
 
 import os
 import re

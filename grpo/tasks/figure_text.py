@@ -32,8 +32,7 @@ def with_interval(figures: Mapping[str, object], name: str, digits: str = ".3f",
 
 
 def verdict_of(low: float, high: float) -> str:
-    """A verdict from the ends of the 95% interval of the trained model's improvement over the base model; these are NaN
-    if there is no interval."""
+    """A verdict from the 95% interval of the trained model's gain over the base model; its ends are NaN if unknown."""
     if low > 0:
         return "the trained model is better than the base model"
     if high < 0:

@@ -57,8 +57,7 @@ def trajectory(
 
 
 def decision_at(window: Window, t: int, energy_kwh: float, q: np.ndarray, prompt: str) -> Decision:
-    """The row and the state of decision `t` of a window, given the values `q` of its K actions. `trajectory` lists the
-    row's keys."""
+    """The row (keys: see `trajectory`) and state of a window's decision `t`, given the values `q` of its K actions."""
     state = state_at(window, t, energy_kwh)
     texts = (render_full(state),) if prompt == "full" else render_compact(state)
     day, i = divmod(t, len(HOURS))

@@ -123,7 +123,6 @@ def best_action(q: np.ndarray) -> int:
 
 
 def softmax(q: np.ndarray) -> np.ndarray:
-    """Softmax of action values, in units of TEMPERATURE, over the last axis; the largest is subtracted first, so
-    nothing overflows."""
+    """Softmax of action values in units of TEMPERATURE over the last axis; less the largest, so nothing overflows."""
     weights = np.exp((q - q.max(axis=-1, keepdims=True)) / TEMPERATURE)
     return weights / weights.sum(axis=-1, keepdims=True)

@@ -39,8 +39,7 @@ class Window:
     load_kw: np.ndarray  # (4, 10)
 
     def solve(self, first: int = 0, start_kwh: ArrayLike = START_KWH) -> Solution:
-        """Solves the decisions of the window from number `first` on, for one storage energy at their start or
-        several."""
+        """Solves the window's decisions from number `first` on, for one storage energy at their start or several."""
         load_kw, co2 = (values[:DECISION_DAYS].ravel()[first:] for values in (self.load_kw, self.co2))
         return solve(load_kw, co2, terminal_price(self.co2[DECISION_DAYS]), start_kwh)
 

@@ -14,8 +14,7 @@ from grpo.tasks.tes.profiles import Window
 
 @dataclass(frozen=True)
 class State:
-    """The plant before a decision, as a prompt describes it; arrays cover the ten decision hours of a day, shape
-    (10,)."""
+    """The plant before a decision, as a prompt describes it; arrays (10,) cover the decision hours of a day."""
 
     stamp: datetime  # start of the hour that is decided on
     energy_kwh: float

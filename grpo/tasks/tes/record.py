@@ -139,8 +139,7 @@ def add_totals(record: Record) -> None:
 
 
 def keep_base(record: Record, earlier: Record) -> None:
-    """Copies the base model's policies, sampled and greedy, from an earlier record of the same windows, samples and
-    settings."""
+    """Copies the base model's policies, sampled and greedy, from an earlier record of the same measurement."""
 
     def conditions(measured: Record) -> list[object]:
         inputs = [[window.get(key) for key in ("name", "load_kw", "co2_kg_per_kwh")] for window in measured["windows"]]

@@ -34,8 +34,7 @@ RARE_LOSSES = (  # measured with such losses; docs/evaluation.md says the same
 
 
 def skip_reason(settings: Settings, kind: str | None, use_vllm: bool, is_chosen: bool) -> str:
-    """Why the closed loop does not run beside held-out prompts of this kind (None: other prompts, or none); empty if it
-    does run."""
+    """Why the closed loop does not run beside held-out prompts of this kind (None: others or none); else empty."""
     if not settings.EVAL_SAMPLES:
         return "EVAL_SAMPLES=0"
     if settings.EVAL_PROFILE is not None and not settings.EVAL_PROFILE.strip():
