@@ -374,6 +374,8 @@ def score_answers(
     clusters: Sequence[Hashable] | None = None,
 ) -> Scores:
     """`score_probabilities` of sampled actions, a list for each of N prompts; None is an answer without action."""
+    if len(rows) != len(answers):
+        raise ValueError("every prompt needs at least one answer")
     shares = [
         [own.count(k) / max(len(own), 1) for k in range(len(row))] for row, own in zip(rows, answers, strict=True)
     ]
