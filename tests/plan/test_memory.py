@@ -143,6 +143,15 @@ def test_gpt_oss_120b_takes_what_the_documentation_says():
     assert f"takes {saved:.1f} GiB less" in text
 
 
+@pytest.mark.parametrize(("free", "micro", "parts"), [(80.4, 16, 4), (85.0, 16, 1)])
+def test_experts_are_dequantized_in_parts_where_micro_batches_gain(free, micro, parts):
+    """With whole layers 80.4 GiB have room for micro-batches of 4 alone: 24 times a step all layers are dequantized."""
+    machine = dataclasses.replace(H100, gpu_free=free, capability=9.0)
+    settings = Settings(EXPERTS="shared", ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=512)
+    chosen = memory.plan_memory(settings, plan_inputs(machine, LARGE_CONFIG, 940, "torch_flash", "prefix", True))
+    assert (chosen.micro_batch, chosen.expert_parts) == (micro, parts)
+
+
 WHOLE_H200 = 139.8
 KEPT_BY_24 = {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False, "MICRO_BATCH": 24}
 # The constants of the plan were chosen with these rows in view, so their agreement is no independent proof.
