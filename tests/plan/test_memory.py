@@ -162,6 +162,7 @@ RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tok
     ("shared-kept-h200", "paged_22_job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
     ("experts-bf16-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "bf16"}, 0.05),
     ("experts-shared-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False}, 0.05),
+    ("experts-120b-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "shared"}, 0.05),
     ("experts-shared-22-h200", "job_peak_gib", 22.0, {"EXPERTS": "shared"}, 0.05),
     ("experts-paged-22-h200", "job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
     ("experts-paged-22-older-cards-h200", "job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
@@ -178,7 +179,8 @@ def test_the_plan_is_close_to_the_peaks_that_were_measured(result, figure, free,
     (peak,) = (row["value"] for row in figures if row["name"] == figure)
     settings = Settings(**{"MAX_COMPLETION_LEN": 512, "ROLLOUT_SYNC": "merge"} | changes)
     machine = dataclasses.replace(H100, gpu_total=WHOLE_H200, gpu_free=free)
-    inputs = plan_inputs(machine, REAL_CONFIG, 930, "torch_flash", "prefix", settings.USE_VLLM is not False)
+    config = LARGE_CONFIG if "120b" in result else REAL_CONFIG
+    inputs = plan_inputs(machine, config, 930, "torch_flash", "prefix", settings.USE_VLLM is not False)
     assert memory.plan_memory(settings, inputs).peak == pytest.approx(peak, rel=limit)
 
 
