@@ -186,9 +186,10 @@ def test_a_micro_batch_is_as_large_as_pays():
 
 
 def test_lora_size_is_pefts_own(tiny):
-    model = get_peft_model(load(tiny), LoraConfig(**train_grpo.lora_options(Settings(LORA_R=3))))
+    job = {"LORA_R": 3, "LORA_TARGETS": "k_proj,o_proj"}
+    model = get_peft_model(load(tiny), LoraConfig(**train_grpo.lora_options(Settings(**job))))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert plan(CPU, read_json(tiny / "config.json"), LORA_R=3).adapter * GIB == pytest.approx(trainable * 16)
+    assert plan(CPU, read_json(tiny / "config.json"), **job).adapter * GIB == pytest.approx(trainable * 16)
 
 
 NO_CHECKPOINTING = {"GRADIENT_CHECKPOINTING": False}
