@@ -4,6 +4,7 @@
 `REWARDS` names these functions or your own ones, each with an optional weight:
 
     REWARDS=regret                          # minus the cost of the answered action, on a logarithmic scale
+    REWARDS=cost                            # the same, not on a logarithmic scale
     REWARDS=action                          # the CSV's reward_action_k of the action that was answered
     REWARDS=action,shortfall=10             # minus 10 where the answer costs a lot
     REWARDS=action,format=0.1               # plus a tenth of a point for an answer that is exactly `[k]`
@@ -176,6 +177,19 @@ def regret(completions: Sequence[str], *, invalid_reward: float | None = None, *
     return _scores(completions, rows, invalid_reward, columns)
 
 
+def cost(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
+    """Minus the regret of `regret_rows` itself. With `SCALE_REWARDS=batch` a policy that is unsure then prefers many
+    small losses to a rare large one, as a closed loop counts them: for a run that continues from one with `regret`.
+
+    >>> table = {"q_action_0": [-1.0] * 3, "q_action_1": [-1.05] * 3, "q_action_2": [-51.0] * 3}
+    >>> table |= {f"reward_action_{k}": [0.0] * 3 for k in range(3)}
+    >>> [round(x, 6) for x in cost([f"assistantfinal[{k}]" for k in range(3)], **table)]
+    [0.0, -1.0, -1000.0]
+    """
+    rows = [[0.0 - value for value in row] for row in regret_rows(columns)]
+    return _scores(completions, rows, invalid_reward, columns)
+
+
 def shortfall(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
     """-1.0 where the answered action is more than SHORTFALL worse than the best by `q_action_k`, else 0.0: a
     penalty to be added to another reward with a weight. An answer without an action earns `invalid_reward`."""
@@ -229,7 +243,7 @@ def gsm8k(
 
 # ACTION_REWARDS score the answered action, and take INVALID_REWARD for completions without one.
 Reward = Callable[..., list[float]]
-ACTION_REWARDS: dict[str, Reward] = {"action": action, "best": best, "regret": regret, "shortfall": shortfall}
+ACTION_REWARDS: dict[str, Reward] = {score.__name__: score for score in (action, best, regret, cost, shortfall)}
 REWARD_FUNCTIONS: dict[str, Reward] = ACTION_REWARDS | {"format": format, "gsm8k": gsm8k}
 
 

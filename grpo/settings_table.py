@@ -106,8 +106,8 @@ class Settings:
         "Longest prompt that is accepted; a longer one is an error and is never cut.")
 
     REWARDS: str | None = setting("Rewards", None, text=
-        "Reward functions, `name=weight,...`: regret, action, best, shortfall, format, gsm8k, or `module:function`; "
-        "`auto`: regret if every training row has q_action_k, else action.")
+        "Reward functions, `name=weight,...`: regret, cost, action, best, shortfall, format, gsm8k, or "
+        "`module:function`; `auto`: regret if every training row has q_action_k, else action.")
     INVALID_REWARD: float | None = setting(
         "Rewards", None, "reward", low=-MOST_REWARD, high=MOST_REWARD, nan=True, text=
         "Reward of an answer that cannot be parsed; `auto`: a tenth of the row's range below its worst action; `nan` "

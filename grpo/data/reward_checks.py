@@ -84,7 +84,7 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
         fix = "Add the value of each action, or leave shortfall out of REWARDS"
         for file in dict.fromkeys(row.file for row in rows_without_q):
             problems.add(f"{file}, columns", "`shortfall` needs q_action_0, q_action_1, ...", fix)
-    if "regret" in names:
+    if names & {"regret", "cost"}:
         problem = "its rewards are no softmax (0 or more, with a sum of 1), so they do not tell its regret"
         fix = "Add the value of each action as q_action_k, or set REWARDS=action"
         for row in {row.file: row for row in reversed(rows_without_q) if not is_softmax(row.rewards)}.values():
