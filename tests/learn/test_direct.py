@@ -132,28 +132,6 @@ def test_logits_are_held_for_one_position_of_a_prompt(tiny, tmp_path, monkeypatc
     assert shapes == [(1, trainer.model.config.vocab_size)] * 3
 
 
-def test_the_penalty_against_the_base_model_stays(tiny, tmp_path):
-    """BETA counts the chosen token alone, by TRL's k3."""
-    trainer, batches = direct_trainer(tiny, tmp_path, BETA=0.3), []
-    learn = trainer.learn
-    trainer.learn = lambda model, batch, answers: batches.append(batch) or learn(model, batch, answers)
-    whole = step_gradient(trainer)
-    (batch,) = batches
-    assert batch["completion_mask"].tolist() == [[1]] * 3 and batch["ref_per_token_logps"].shape == (3, 1)
-    expected = by_hand(trainer)
-    trainer.model.zero_grad()
-    terms = []
-    for row, token in zip(trainer.run.rows, batch["completion_ids"][:, 0].tolist(), strict=True):
-        policy = logps_by_hand(trainer, row)[token]
-        with torch.no_grad(), trainer.model.disable_adapter():
-            difference = logps_by_hand(trainer, row)[token]
-        difference = difference - policy
-        terms.append(0.3 * (difference.exp() - difference - 1))
-    torch.stack(terms).mean().backward()
-    assert gradient_of(trainer).norm() > 1e-3 and apart(whole, expected + gradient_of(trainer)) < 1e-3
-    assert trainer._metrics["train"]["kl"][-1] == pytest.approx(torch.stack(terms).mean().item() / 0.3, rel=1e-3)
-
-
 def test_figures_are_those_of_the_chosen_token(tiny, tmp_path):
     """Entropy is that behind the prompt, and TRL's figures of lengths are not logged."""
     trainer = direct_trainer(tiny, tmp_path)
