@@ -14,14 +14,7 @@ import pytest
 from conftest import ROOT, read_csv
 from test_tes_profiles import GOOD, JAPANESE, as_csv, profile_rows
 
-from grpo.tasks.tes.dataset import (
-    SEED,
-    profile_files,
-    short_hours,
-    short_windows,
-    synthetic_windows,
-    vary_loads,
-)
+from grpo.tasks.tes.dataset import SEED, profile_files, short_hours, short_windows, synthetic_windows, vary_loads
 from grpo.tasks.tes.plant import HOURS, Plant, q_values
 from grpo.tasks.tes.profiles import TRAIN_START, Window, cut_windows, synthetic_profile
 
