@@ -199,12 +199,18 @@ def generation_gib(settings: Settings, inputs: PlanInputs, completions: int, par
     return dequantized_gib(settings, config, parts) + (cache + max(prefill, step)) / GIB
 
 
-def choose_expert_parts(settings: Settings, inputs: PlanInputs, room: float) -> int:
-    """The number of parts in which a layer's packed experts are dequantized: one if learning from the smallest
-    micro-batch then fits into `room` GiB, because parts take more time, else parts of SWIZZLED_AT_ONCE experts."""
-    if learning_gib(settings, inputs, settings.MICRO_BATCH or 1) <= room or settings.EXPERTS in ("bf16", None):
+def choose_expert_parts(settings: Settings, inputs: PlanInputs, sizes: list[int], room: float) -> int:
+    """The number of parts in which a layer's packed experts are dequantized: one, or parts of SWIZZLED_AT_ONCE experts
+    if the largest micro-batch of `sizes` that fits into `room` GiB is then more than twice as large. For parts take up
+    to a tenth more time, but each micro-batch dequantizes all layers."""
+    if settings.EXPERTS in ("bf16", None):
         return 1
-    return int(-(-inputs.config["num_local_experts"] // SWIZZLED_AT_ONCE))
+
+    def largest(parts: int) -> int:
+        return max((rows for rows in sizes if learning_gib(settings, inputs, rows, parts) <= room), default=0)
+
+    parts, whole = int(-(-inputs.config["num_local_experts"] // SWIZZLED_AT_ONCE)), largest(1)
+    return parts if whole == 0 or largest(parts) > 2 * whole else 1
 
 
 def gains_speed(settings: Settings, inputs: PlanInputs, rows: int) -> bool:
@@ -249,11 +255,12 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
         learning_share = KEPT_SHARE
     held = weights + adapter + nccl + (engine.asleep if engine else 0.0)
     room, learning_room = free * share - held, free * learning_share - held
-    parts, total = choose_expert_parts(settings, inputs, room), settings.completions_per_rollout
+    total = settings.completions_per_rollout
     rank_completions = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS
+    useful = [n for n in divisors(rank_completions) if gains_speed(settings, inputs, n)] or [1]
+    parts = choose_expert_parts(settings, inputs, [settings.MICRO_BATCH] if settings.MICRO_BATCH else useful, room)
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
-        useful = [n for n in divisors(rank_completions) if gains_speed(settings, inputs, n)] or [1]
         micro = max((n for n in useful if learning_gib(settings, inputs, n, parts) <= learning_room), default=1)
         size = learning_gib(settings, inputs, micro, parts)
         micro_reason = f"largest divisor of {rank_completions} up to {useful[-1]} whose {size:.1f} GiB fit"

@@ -27,11 +27,8 @@ def test_two_processes_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py", *command.split(), "--set", "MAX_COMPLETION_LEN=8"])
     options = bench.parse_args()
     values = many.run_many(options, 2, 3)
-    assert (
-        values.keys() == VALUES.keys() | {"sum_mb", "sum_ms"}
-        and 1 < values["startup_s"] < 900
-        and values["tokens_mean"] <= 8
-    )
+    assert values.keys() == VALUES.keys() | {"sum_mb", "sum_ms"} and values["tokens_mean"] <= 8
+    assert 1 < values["startup_s"] < 900
     assert 0 <= values["host_gib"] < 20 and 0 < values["sum_ms"] < 10_000
     assert 0.01 < values["sum_mb"] < 1, "in float32: the adapter's gradients, and two numbers a token"
     assert 0 < values["rollout_s"] + values["learn_s"] < values["step_s"] * 1.01

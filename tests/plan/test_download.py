@@ -88,7 +88,8 @@ def test_weights_that_cannot_come_are_told_the_same_way(hub, tiny, monkeypatch):
     find_model(MODEL, Problems())
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     problem = only(fetch()[1])
-    assert "HF_HUB_OFFLINE" in problem and "\n" not in problem
+    assert f"{MODEL} is not in the cache and cannot be fetched (" in problem and "HF_HUB_OFFLINE" in problem
+    assert "\n" not in problem
     error = LocalEntryNotFoundError("Look at your connection.")
     error.__cause__ = OSError("No route to host")
     assert download_problem(MODEL, error)[0].endswith("(No route to host)")

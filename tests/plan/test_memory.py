@@ -24,20 +24,19 @@ from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
 BF16_CONFIG = REAL_CONFIG | {"quantization_config": None}
+FLASH = {"attention": "torch_flash", "packing": "prefix"}
+BESIDE_VLLM = FLASH | {"beside_vllm": True}
 
 
-def plan_inputs(machine=H100, config=REAL_CONFIG, prompt_len=940, attention="eager", packing="none", beside_vllm=False):
-    return memory.PlanInputs(config, machine, prompt_len, attention, packing, beside_vllm)
+def gpu(free, **facts):
+    """An H100 with so many free GiB."""
+    return dataclasses.replace(H100, gpu_free=free, **facts)
 
 
-def plan(machine=H100, prompt_len=940, beside_vllm=False, **changes):
-    return memory.plan_memory(Settings(**changes), plan_inputs(machine, prompt_len=prompt_len, beside_vllm=beside_vllm))
-
-
-def with_vllm(free=79.0, config=REAL_CONFIG, **machine):
-    """Inputs of the plan of a run beside vLLM, on a GPU with so many free GiB."""
-    machine = dataclasses.replace(H100, gpu_free=float(free), **machine)
-    return plan_inputs(machine, config, 930, "torch_flash", "prefix", True)
+def plan(machine=H100, config=REAL_CONFIG, prompt_len=940, attention="eager", packing="none", beside_vllm=False, **s):
+    """The plan of a run with settings `s`."""
+    inputs = memory.PlanInputs(config, machine, prompt_len, attention, packing, beside_vllm)
+    return memory.plan_memory(Settings(**s), inputs)
 
 
 def test_a_process_needs_2_gib_beside_what_its_engine_keeps_in_host_memory():
@@ -52,25 +51,6 @@ def test_a_process_needs_2_gib_beside_what_its_engine_keeps_in_host_memory():
         assert short.endswith(f"{needed - 0.01:.1f} GiB are free")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_shared_weights_are_the_engines(tied):
-    """They are on the GPU once, awake and asleep. What the trainer lacks of `mxfp4`'s, the sleeping engine has, padded
-    as vLLM pads experts, and not in host memory; the rest is there if the GPU has no room for it."""
-    config = REAL_CONFIG | {"tie_word_embeddings": tied}
-    roomy = memory.plan_memory(Settings(EXPERTS="shared"), plan_inputs(config=config, beside_vllm=True)).engine
-    assert roomy.lent == roomy.weights and roomy.asleep == pytest.approx(roomy.weights + 2.1) and roomy.on_host == 0
-    tight = plan_inputs(dataclasses.replace(H100, gpu_free=18.0), config, beside_vllm=True)
-    quantized, shared = (memory.plan_memory(Settings(EXPERTS=kind), tight) for kind in ("mxfp4", "shared"))
-    experts, tables = 24 * 32 * 3 * 2880**2 * 4.25 / 8 / GIB, (1 if tied else 2) * 201_088 * 2880 * 2 / GIB
-    assert quantized.weights - shared.weights == pytest.approx(experts + tables)
-    assert shared.learning_peak - quantized.learning_peak == pytest.approx(experts * 0.035)
-    ours, theirs = shared.engine, quantized.engine
-    assert theirs.weights - ours.weights == pytest.approx(experts * (1.08 - 1.035)), "other kernels may pad more"
-    assert ours.lent == pytest.approx(experts * 1.035 + tables)
-    assert ours.asleep - theirs.asleep == pytest.approx(ours.lent) and ours.on_host == ours.weights - ours.lent
-    assert theirs.on_host == theirs.weights and not theirs.lent
-
-
 def test_the_least_memory_is_what_the_documentation_says():
     """docs/learner.md, to a tenth of a GiB."""
     text = " ".join((ROOT / "docs/learner.md").read_text(encoding="utf-8").split())
@@ -81,21 +61,15 @@ def test_the_least_memory_is_what_the_documentation_says():
     ).groups()
     jobs = [("shared", 4000), ("paged", 4000), ("shared", 512), ("paged", 512), ("mxfp4", 4000), ("mxfp4", 512)]
     for (kind, length), least in zip(jobs, map(float, figures), strict=True):
-        settings = Settings(EXPERTS=kind, MAX_COMPLETION_LEN=length, ROLLOUT_SYNC="merge", USE_VLLM=kind != "mxfp4")
+        job = {"EXPERTS": kind, "MAX_COMPLETION_LEN": length, "ROLLOUT_SYNC": "merge", "USE_VLLM": kind != "mxfp4"}
         for free, fits in ((least, True), (least - 0.2, False)):
-            machine = dataclasses.replace(H100, gpu_free=free)
-            chosen = memory.plan_memory(settings, plan_inputs(machine, REAL_CONFIG, 940, "torch_flash", "prefix", True))
-            assert bool(memory.memory_shortfall(chosen, machine)) is not fits, (kind, length, free)
+            chosen = plan(gpu(free), **BESIDE_VLLM, **job)
+            assert bool(memory.memory_shortfall(chosen, gpu(free))) is not fits, (kind, length, free)
 
 
-def test_paged_weights_are_away_while_vllm_is_awake():
-    """All else is as with `mxfp4`: in a rollout they are not on the GPU, but in host memory beside the engine's."""
-    quantized, paged = (plan(beside_vllm=True, EXPERTS=kind) for kind in ("mxfp4", "paged"))
-    away = (24 * 32 * 3 * 2880**2 * 4.25 / 8 + 2 * 201_088 * 2880 * 2) / GIB
-    assert quantized.rollout_peak - paged.rollout_peak == pytest.approx(away)
-    assert paged.on_host - quantized.on_host == pytest.approx(away) and quantized.on_host == quantized.engine.weights
-    assert (paged.weights, paged.learning_peak) == (quantized.weights, quantized.learning_peak)
-    assert f"weights {paged.weights:.2f} (awake without {away:.2f})" in paged.parts
+def test_the_plan_names_the_weights_that_are_away_while_vllm_is_awake():
+    paged = plan(beside_vllm=True, EXPERTS="paged")
+    assert f"weights {paged.weights:.2f} (awake without {paged.paged:.2f}) + " in paged.parts
 
 
 def test_a_layer_is_dequantized_only_while_the_learner_computes():
@@ -106,21 +80,8 @@ def test_a_layer_is_dequantized_only_while_the_learner_computes():
     assert packed.learning - wide.learning == pytest.approx(layer)
 
 
-def test_starting_vllm_takes_more_than_its_weights():
-    """By hand: 24 layers of 0.394 GiB packed. 5.5 of them and 5.9 more of up to 32 experts stay in vLLM's pool until
-    all weights are loaded, beside half a GiB of CUDA context."""
-    layer = 32 * 3 * 2880**2 * 4.25 / 8 / GIB
-    chosen = plan(beside_vllm=True, EXPERTS="shared")
-    assert chosen.engine.loading == pytest.approx(11.4 * layer + 0.5)
-    assert chosen.start_peak == pytest.approx(
-        chosen.weights + chosen.adapter + chosen.engine.weights + 11.4 * layer + 0.5
-    )
-    large = REAL_CONFIG | {"num_local_experts": 128}
-    assert memory.plan_memory(Settings(), with_vllm(config=large)).engine.loading == pytest.approx(27.9 * layer + 0.5)
-    assert memory.plan_memory(Settings(), with_vllm(config=BF16_CONFIG)).engine.loading == 0.5
-    for free, short in ((chosen.start_peak + 0.01, False), (chosen.start_peak - 0.01, True)):
-        need = memory.memory_shortfall(chosen, dataclasses.replace(H100, gpu_free=max(free, 0)))
-        assert need.startswith("vLLM's start would need 19.4 GiB") is short
+def test_a_checkpoint_in_bf16_is_loaded_as_it_is():
+    assert plan(config=BF16_CONFIG, beside_vllm=True).engine.loading == 0.5
 
 
 def test_gpt_oss_120b_takes_what_the_documentation_says():
@@ -130,10 +91,8 @@ def test_gpt_oss_120b_takes_what_the_documentation_says():
     rows = re.findall(pattern, text)
     assert len(rows) == 4
     for free, completion, *peaks, micro, rest in rows:
-        settings = Settings(EXPERTS="shared", ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=int(completion.replace(",", "")))
-        machine = dataclasses.replace(H100, gpu_free=float(free), capability=9.0)
-        inputs = plan_inputs(machine, LARGE_CONFIG, 940, "torch_flash", "prefix", True)
-        chosen = memory.plan_memory(settings, inputs)
+        job = {"EXPERTS": "shared", "ROLLOUT_SYNC": "merge", "MAX_COMPLETION_LEN": int(completion.replace(",", ""))}
+        chosen = plan(gpu(float(free), capability=9.0), LARGE_CONFIG, **BESIDE_VLLM, **job)
         planned = chosen.start_peak, chosen.rollout_peak, chosen.learning_peak
         assert [f"{peak:.1f}" for peak in planned] == peaks and str(chosen.micro_batch) == micro
         assert ("parts" in rest) is (chosen.expert_parts > 1)
@@ -141,6 +100,14 @@ def test_gpt_oss_120b_takes_what_the_documentation_says():
     assert f"more than its weights, {chosen.engine.weights:.1f} GiB" in text
     saved = LOADING_PARTS * packed_gib(LARGE_CONFIG) / 36 * (1 - 32 / 128)
     assert f"takes {saved:.1f} GiB less" in text
+
+
+@pytest.mark.parametrize(("free", "micro", "parts"), [(80.4, 16, 4), (85.0, 16, 1)])
+def test_experts_are_dequantized_in_parts_where_micro_batches_gain(free, micro, parts):
+    """With whole layers 80.4 GiB have room for micro-batches of 4 alone: 24 times a step all layers are dequantized."""
+    job = {"EXPERTS": "shared", "ROLLOUT_SYNC": "merge", "MAX_COMPLETION_LEN": 512}
+    chosen = plan(gpu(free, capability=9.0), LARGE_CONFIG, **BESIDE_VLLM, **job)
+    assert (chosen.micro_batch, chosen.expert_parts) == (micro, parts)
 
 
 WHOLE_H200 = 139.8
@@ -153,6 +120,7 @@ RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tok
     ("shared-kept-h200", "paged_22_job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
     ("experts-bf16-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "bf16"}, 0.05),
     ("experts-shared-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False}, 0.05),
+    ("experts-120b-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "shared"}, 0.05),
     ("experts-shared-22-h200", "job_peak_gib", 22.0, {"EXPERTS": "shared"}, 0.05),
     ("experts-paged-22-h200", "job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
     ("experts-paged-22-older-cards-h200", "job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
@@ -167,34 +135,17 @@ RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tok
 def test_the_plan_is_close_to_the_peaks_that_were_measured(result, figure, free, changes, limit):
     figures = json.loads((ROOT / f"docs/results/{result}.json").read_text(encoding="utf-8"))["figures"]
     (peak,) = (row["value"] for row in figures if row["name"] == figure)
-    settings = Settings(**{"MAX_COMPLETION_LEN": 512, "ROLLOUT_SYNC": "merge"} | changes)
-    machine = dataclasses.replace(H100, gpu_total=WHOLE_H200, gpu_free=free)
-    inputs = plan_inputs(machine, REAL_CONFIG, 930, "torch_flash", "prefix", settings.USE_VLLM is not False)
-    assert memory.plan_memory(settings, inputs).peak == pytest.approx(peak, rel=limit)
-
-
-def test_plan_obeys_and_grows():
-    assert (plan(MICRO_BATCH=2).micro_batch, plan(MICRO_BATCH=2).micro_batch_reason) == (2, "set by MICRO_BATCH")
-    assert plan(GRADIENT_CHECKPOINTING=False, MICRO_BATCH=1).learning > 2 * plan(MICRO_BATCH=1).learning
-    small = plan(dataclasses.replace(H100, gpu_free=45.0))
-    assert small.micro_batch <= plan().micro_batch and small.generation_batch < plan().generation_batch
-
-
-def test_learning_by_hand():
-    """76 tokens of prompt and one completion of 81,844: a bucket of 81,920 tokens. A token takes 2 x 2,880 x 24 bytes
-    of kept states and 248,320 of one layer's backward pass; beside them lie 39.1 GiB."""
-    long = plan_inputs(prompt_len=76, attention="torch_flash", packing="prefix")
-    chosen = memory.plan_memory(Settings(MAX_COMPLETION_LEN=81_844), long)
-    assert chosen.micro_batch == 1
-    assert chosen.learning == pytest.approx(81_920 * (2 * 2880 * 24 + 248_320) / GIB + 0.1)
-    assert chosen.learning_peak == pytest.approx(chosen.learning + 39.0, abs=0.1)
+    machine, config = gpu(free, gpu_total=WHOLE_H200), LARGE_CONFIG if "120b" in result else REAL_CONFIG
+    job = {"MAX_COMPLETION_LEN": 512, "ROLLOUT_SYNC": "merge"} | changes
+    chosen = plan(machine, config, 930, **FLASH, beside_vllm="USE_VLLM" not in changes, **job)
+    assert chosen.peak == pytest.approx(peak, rel=limit)
 
 
 @pytest.mark.parametrize("free", [22.0, 21.4])
 def test_a_step_without_vllm_fits_22_gib(free):
     """With room for a CUDA context too. By hand: 12 layers cache all 1,452 tokens of a row, 12 the last 128.
     On a CPU all prompts of a batch are computed together."""
-    machine, job = dataclasses.replace(H100, gpu_free=free), {"EXPERTS": "mxfp4", "MAX_COMPLETION_LEN": 512}
+    machine, job = gpu(free), {"EXPERTS": "mxfp4", "MAX_COMPLETION_LEN": 512}
     chosen = plan(machine, **job)
     cache = 96 * 2 * 8 * 64 * 2 * 12 * (1452 + 128)
     step = 96 * (64 * 1452 * 2 * 4 + 201_088 * 4 * 8) + 32 * 3 * 2880**2 * 2  # The last is a layer, dequantized.
@@ -207,9 +158,8 @@ def test_a_step_without_vllm_fits_22_gib(free):
 
 def test_kept_activations_limit_micro_batches_alone():
     """While transformers generates, no activations are kept, so it may use as much memory as with checkpointing."""
-    inputs = plan_inputs(dataclasses.replace(H100, gpu_free=100.0), REAL_CONFIG, 930, "torch_flash", "prefix")
-    job = {"EXPERTS": "mxfp4", "NUM_GENERATIONS": 32}
-    plans = [memory.plan_memory(Settings(GRADIENT_CHECKPOINTING=kept, **job), inputs) for kept in (False, True)]
+    job = {"prompt_len": 930, "EXPERTS": "mxfp4", "NUM_GENERATIONS": 32}
+    plans = [plan(gpu(100.0), **FLASH, **job, GRADIENT_CHECKPOINTING=checkpointing) for checkpointing in (False, True)]
     assert [chosen.generation_batch for chosen in plans] == [384, 384]
     assert [chosen.micro_batch for chosen in plans] == [2, 12]
     for chosen, share in zip(plans, ("50%", "90%"), strict=True):
@@ -221,27 +171,25 @@ def test_the_smallest_batch_is_not_said_to_fit():
     cramped = plan(EXPERTS="bf16", GRADIENT_CHECKPOINTING=False)
     assert cramped.micro_batch == 1 and cramped.micro_batch_reason.startswith("the smallest, whose ")
     assert cramped.micro_batch_reason.endswith("GiB do not fit beside the weights in 50% of 79.0 GiB free on the GPU")
-    small = plan(dataclasses.replace(H100, gpu_free=10.0), EXPERTS="mxfp4")
+    assert plan(MICRO_BATCH=2).micro_batch_reason == "set by MICRO_BATCH"
+    small = plan(gpu(10.0), EXPERTS="mxfp4")
     assert small.generation_batch == 1 and "GiB) do not fit in 90% of 10.0" in small.generation_batch_reason
 
 
 def test_a_micro_batch_is_as_large_as_pays():
     """By the tokens that it really computes: short completions of shared prompts go through together."""
     assert [memory.bucket(n) for n in (5, 100, 1000, 5026)] == [32, 128, 1024, 5120]
-    huge = dataclasses.replace(H100, gpu_free=2000.0)
     for length, packing, most in ((24, "prefix", 256), (512, "prefix", 64), (4000, "prefix", 8), (512, "none", 32)):
-        settings = Settings(PROMPTS_PER_STEP=32, NUM_GENERATIONS=8, MAX_COMPLETION_LEN=length)
-        chosen = memory.plan_memory(settings, plan_inputs(huge, attention="torch_flash", packing=packing))
-        assert chosen.micro_batch == most
-        assert memory.micro_batch_tokens(settings, most, 940, packing == "prefix") <= memory.MICRO_BATCH_TOKENS
+        job = {"PROMPTS_PER_STEP": 32, "NUM_GENERATIONS": 8, "MAX_COMPLETION_LEN": length}
+        assert plan(gpu(2000.0), attention="torch_flash", packing=packing, **job).micro_batch == most
+        assert memory.micro_batch_tokens(Settings(**job), most, 940, packing == "prefix") <= memory.MICRO_BATCH_TOKENS
 
 
 def test_lora_size_is_pefts_own(tiny):
-    settings = Settings(MODEL_ID="tiny", LORA_R=3)
-    model = get_peft_model(load(tiny), LoraConfig(**train_grpo.lora_options(settings)))
+    job = {"LORA_R": 3, "LORA_TARGETS": "k_proj,o_proj"}
+    model = get_peft_model(load(tiny), LoraConfig(**train_grpo.lora_options(Settings(**job))))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    adapter = memory.plan_memory(settings, plan_inputs(CPU, read_json(tiny / "config.json"), 100)).adapter
-    assert adapter * GIB == pytest.approx(trainable * 16)
+    assert plan(CPU, read_json(tiny / "config.json"), **job).adapter * GIB == pytest.approx(trainable * 16)
 
 
 NO_CHECKPOINTING = {"GRADIENT_CHECKPOINTING": False}
@@ -266,7 +214,8 @@ ADVICE = [  # Free GiB, settings, config.json, and the settings that are named.
 @pytest.mark.parametrize(("free", "changes", "config", "named"), ADVICE)
 def test_a_refusal_names_settings_that_fit(free, changes, config, named):
     """Each alone, or all together; a resumed run may change all of them."""
-    small, settings = with_vllm(free, config), Settings(**changes)
+    small = memory.PlanInputs(config, gpu(free), 930, **BESIDE_VLLM)
+    settings = Settings(**changes)
     assert not small.fits(settings, {})
     advice = memory.memory_advice(settings, small)
     assert re.findall(r"([A-Z_]+)=", advice) == named and MAY_CHANGE.issuperset(named)
@@ -280,7 +229,7 @@ def test_a_refusal_names_settings_that_fit(free, changes, config, named):
 
 
 def vllm_plan(machine=H100, **changes):
-    return plan(machine, 930, True, **changes)
+    return plan(machine, prompt_len=930, beside_vllm=True, **changes)
 
 
 @pytest.mark.parametrize(("completion", "gib"), [(512, 2.1), (4000, 9.8)])
@@ -298,7 +247,7 @@ def test_cache_of_a_step(completion, gib):
 def test_a_draft_takes_a_layer_of_cache_and_the_logits_of_its_guesses():
     """Three guesses, by hand: 13 instead of 12 layers in a block, 11 tokens more in each row, 20 instead of 3 copies of
     the logits, the draft's files, and a second table of embeddings while vLLM starts."""
-    inputs = plan_inputs(H100, prompt_len=930, beside_vllm=True)
+    inputs = memory.PlanInputs(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)
     settings = Settings(MAX_COMPLETION_LEN=520)
     without = memory.plan_memory(settings, inputs).engine
     engine = memory.plan_memory(settings, dataclasses.replace(inputs, draft=DraftModel(1, 0.5))).engine
@@ -317,7 +266,7 @@ def test_a_rollout_of_several_steps_is_planned_as_a_step_of_as_many_prompts():
     shared, large = vllm_plan(STEPS_PER_GENERATION=4).engine, vllm_plan(PROMPTS_PER_STEP=48).engine
     assert shared.max_num_seqs == 384 and "one rollout: 48 prompts" in shared.cache_reason
     assert dataclasses.replace(shared, cache_reason="") == dataclasses.replace(large, cache_reason="")
-    assert "largest divisor of 384 " in plan(H100, 930, STEPS_PER_GENERATION=4).generation_batch_reason
+    assert "largest divisor of 384 " in plan(STEPS_PER_GENERATION=4).generation_batch_reason
 
 
 def test_a_share_and_little_room_shrink_the_cache():
@@ -325,7 +274,7 @@ def test_a_share_and_little_room_shrink_the_cache():
     assert small.cache == pytest.approx(79.6 * 0.25 - small.weights - small.scratch) and small.cache < wanted.cache
     assert "VLLM_GPU_MEM=0.25 leaves" in small.cache_reason and "waits its turn" in small.cache_reason
     assert vllm_plan(VLLM_GPU_MEM=0.5).engine.cache == wanted.cache, "more than a step needs is not taken"
-    tight = vllm_plan(dataclasses.replace(H100, gpu_free=62.0)).engine
+    tight = vllm_plan(gpu(62.0)).engine
     assert 0 < tight.cache < wanted.cache and "beside the trainer" in tight.cache_reason
 
 
@@ -340,10 +289,8 @@ def test_capture_sizes(most):
 
 def test_a_plan_takes_as_long_whatever_the_size_of_a_step():
     """The most that the settings let through: no list of every number up to that."""
-    settings = Settings(PROMPTS_PER_STEP=10**5, NUM_GENERATIONS=10**5, MAX_COMPLETION_LEN=10**9)
+    job = {"PROMPTS_PER_STEP": 10**5, "NUM_GENERATIONS": 10**5, "MAX_COMPLETION_LEN": 10**9}
     for machine, beside_vllm in ((H100, True), (CPU, False)):
-        plan = memory.plan_memory(
-            settings, plan_inputs(machine, REAL_CONFIG, 10**9, "torch_flash", "prefix", beside_vllm)
-        )
-        assert plan.micro_batch == plan.generation_batch == 1
+        chosen = plan(machine, prompt_len=10**9, **FLASH, beside_vllm=beside_vllm, **job)
+        assert chosen.micro_batch == chosen.generation_batch == 1
     assert memory.divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]

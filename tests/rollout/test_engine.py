@@ -21,13 +21,7 @@ from grpo.plan.engine import EnginePlan, capture_sizes
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import GIB
 from grpo.plan.memory import PlanInputs, plan_memory
-from grpo.rollout.engine import (
-    Engine,
-    EngineError,
-    engine_arguments,
-    gpu_used_gib,
-    start_engine,
-)
+from grpo.rollout.engine import EngineError, engine_arguments, gpu_used_gib, start_engine
 from grpo.rollout.vllm_patches import close_process_group
 from grpo.settings import Settings
 
@@ -146,22 +140,21 @@ def test_a_draft_guesses_three_tokens_and_graphs_hold_them():
     other sizes up (config/compilation.py): without the factor there would be graphs for a quarter of the sequences."""
     plan = plan_memory(Settings(), PlanInputs(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
     plain, drafted = (engine_arguments(Settings(DRAFT_MODEL=path), plan, "/model", 79.6) for path in ("", "/draft"))
-    speculative = drafted.pop("speculative_config")
-    assert (speculative["method"], speculative["model"], speculative["num_speculative_tokens"]) == (
-        "eagle3",
-        "/draft",
-        3,
-    )
-    assert speculative["rejection_sample_method"] == "standard"
+    guesses = {"method": "eagle3", "model": "/draft", "num_speculative_tokens": 3}
+    assert drafted.pop("speculative_config") == guesses | {"rejection_sample_method": "standard"}
     sizes = drafted["compilation_config"].pop("cudagraph_capture_sizes")
     assert sizes == [4 * size for size in plain["compilation_config"].pop("cudagraph_capture_sizes")]
     assert sizes[-1] == 4 * 96 and drafted == plain
 
 
-@pytest.mark.parametrize(("experts", "cache"), [("paged", None), ("shared", "/somewhere/else")])
-def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkeypatch, experts, cache):
-    """From its start on. torch gives its free blocks back before: vLLM maps memory past torch's allocator. Triton keeps
-    its cache where the next start looks, and the trainer's own variables come back as they were."""
+@pytest.mark.parametrize(
+    ("experts", "cache", "lent", "pointers"),
+    [("paged", None, 0, None), ("shared", "/somewhere/else", 0, ["policy", "vllm"]), ("shared", None, 1, None)],
+)
+def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkeypatch, experts, cache, lent, pointers):
+    """From its start on: what the learner reads, or all of vLLM's weights (None) where there is room for them. torch
+    gives its free blocks back before: vLLM maps memory past torch's allocator. Triton keeps its cache where the next
+    start looks, and the trainer's own variables come back as they were."""
     environment, at_exit, calls = {}, [], []
     log = lambda name: lambda *_, **__: calls.append(name)  # noqa: E731
 
@@ -169,7 +162,8 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
         environment.update(os.environ)
         calls.append("vLLM starts")
         os.environ["TRITON_CACHE_DIR"] = "/moved"  # as torch does
-        return SimpleNamespace(sleep=log("sleeps"), wake_up=log("wakes"))
+        apply_model = lambda function: [function("vllm")]  # noqa: E731
+        return SimpleNamespace(sleep=log("sleeps"), wake_up=log("wakes"), apply_model=apply_model)
 
     for name in ("vllm", "vllm.lora", "vllm.lora.request"):
         monkeypatch.setitem(sys.modules, name, MagicMock(LLM=start_llm))
@@ -182,11 +176,12 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
     if cache:
         monkeypatch.setenv("TRITON_CACHE_DIR", cache)
     monkeypatch.setattr("atexit.register", at_exit.append)
-    lend = lambda engine, policy, whole: calls.append(("lends", policy, whole))  # noqa: E731
-    monkeypatch.setattr(Engine, "lend_weights", lend)
+    backend = SimpleNamespace(lend=lambda pointers: calls.append(("lends", pointers)))  # The real one imports vLLM.
+    monkeypatch.setitem(sys.modules, "grpo.rollout.sleep_backend", backend)
+    monkeypatch.setattr("grpo.rollout.engine.share_weights", lambda policy, model: [policy, model])
     pages = SimpleNamespace(nbytes=0, offload=log("offload"), reload=log("reload"))
     monkeypatch.setattr("grpo.rollout.engine.PagedWeights", lambda policy: pages)
-    plan = EnginePlan(1, 1, 1, 1, "", 1, 1, 2048, 8, (1, 8))
+    plan = EnginePlan(1, 1, 1, 1, "", 1, 1, 2048, 8, (1, 8), lent)
     engine = start_engine(Settings(EXPERTS=experts), plan, "/model", [], "policy")
     assert close_process_group in at_exit
     assert environment["TRITON_CACHE_DIR"] == (cache or triton.knobs.cache.dir)
@@ -195,6 +190,6 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
     start, wake = ["gives blocks back", "vLLM starts"], ["gives blocks back", "wakes"]
     expected = {
         "paged": ["offload", *start, "sleeps", "reload", "offload", *wake],
-        "shared": [*start, ("lends", "policy", False), "sleeps", *wake],
+        "shared": [*start, ("lends", pointers), "sleeps", *wake],
     }
     assert calls == expected[experts]

@@ -121,12 +121,6 @@ def test_certain_samples_are_no_failure(build, monkeypatch):
     check_mismatch(build())
 
 
-def test_a_check_that_is_off_is_logged(build, caplog):
-    trainer = build(PARITY="off")
-    check_mismatch(trainer)
-    assert "| PARITY=off" in caplog.text and not trainer.run.engine.llm.calls
-
-
 @pytest.mark.parametrize(
     ("mean", "control", "words"),
     [

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from expert_models import load
@@ -15,7 +12,6 @@ from safetensors.torch import load_file
 
 from grpo.model.expert_lora import experts_wrapped
 from grpo.preflight.adapter import lora_options
-from grpo.rollout.engine import Engine
 from grpo.settings import Settings
 
 pytestmark = pytest.mark.numeric
@@ -108,18 +104,6 @@ print("all equal")
 def test_what_is_learned_on_vllms_weights_is_what_is_learned_on_ones_own(tiny):
     """States, logits and gradients bit by bit. vLLM's tensors are not written, and others than expected not read."""
     interpreted(LEARNING, cached_source() / "third_party", tiny)
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_what_is_lent_stays_on_the_gpu(monkeypatch, whole):
-    """The addresses go to the sleep backend: of what the learner reads, or None for all of the engine's weights."""
-    lent = []
-    backend = SimpleNamespace(lend=lent.append)  # the real one imports vLLM
-    monkeypatch.setitem(sys.modules, "grpo.rollout.sleep_backend", backend)
-    monkeypatch.setattr("grpo.rollout.engine.share_weights", lambda policy, model: [policy, model])
-    llm = SimpleNamespace(apply_model=lambda function: [function("vllm")])
-    Engine(llm, None, None, Settings(), []).lend_weights("policy", whole)
-    assert lent == [None if whole else ["policy", "vllm"]]
 
 
 def test_what_is_lent_is_not_saved(tiny, tmp_path):

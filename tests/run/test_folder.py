@@ -83,6 +83,8 @@ def test_what_may_continue_although_an_adapter_is_there(tmp_path):
     strip(folder, 4)
     for name in ("checkpoint-4-mine", "superseded-checkpoint-4"):
         (folder / name).mkdir()
+    (folder / COMPLETE).write_text('{"steps": 8}')
+    assert "complete (8 of 8 steps)" in only(inspect(settings)[1]), "nothing is trained again"
     (folder / COMPLETE).write_text('{"steps": 2}')
     state, problems = inspect(settings)
     assert not problems and state.step == 2, "a complete run that is to train on"
@@ -148,25 +150,6 @@ def test_folders_of_others_are_never_touched(tmp_path):
         assert "no run of this script" in problem
     problem = only(inspect(Settings(OUTPUT_DIR=str(tmp_path / "thesis.txt/a/b")))[1])
     assert f"{tmp_path / 'thesis.txt'} is a file, not a folder" in problem
-
-
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_continued(tmp_path):
-    """With its own ends of the logs."""
-    settings, folder = run_dir(tmp_path)
-    shutil.rmtree(folder / "checkpoint-6")
-    (folder / "checkpoint-4" / "optimizer.pt").write_text("{]")
-    (folder / "checkpoint-2").rename(tmp_path / "checkpoint-2")
-    problem = only(inspect(settings)[1])
-    assert "holds the adapter of checkpoint-4" in problem and "checkpoint-4: optimizer.pt is damaged" in problem
-    (tmp_path / "checkpoint-2").rename(folder / "checkpoint-2")
-    (folder / COMPLETE).write_text(json.dumps(sealed({"steps": 4})))
-    assert "complete (4 of 4 steps)" in only(inspect(settings, TOTAL_STEPS=4)[1]), "nothing is trained again"
-    state, problems = inspect(settings)
-    assert not problems and state.step == 2 and "checkpoint-4: optimizer.pt is damaged: set aside" in state.notes[0]
-    prepare_run(state, settings, {})
-    assert (folder / "superseded-checkpoint-4" / "optimizer.pt").is_file() and not (folder / "checkpoint-4").exists()
-    for name, lines in zip(LOGS, (3, 1 + 2 * PER_STEP), strict=True):
-        assert len((folder / name).read_text().splitlines()) == lines
 
 
 def test_damaged_records_are_refused_or_passed_over(tmp_path):

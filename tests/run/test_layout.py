@@ -69,15 +69,11 @@ def test_a_lock_that_fails_leaves_nothing_that_was_not_there(tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_is_refused_where_another_process_writes_and_left_to_the_checks_where_no_run_can_be(tmp_path):
-    environ = {"OUTPUT_DIR": str(tmp_path / "run")}
-    lock, problem = lock_output_dir(environ)
-    refusal = "another process is writing there. Wait for it, or choose another OUTPUT_DIR"
-    assert lock_output_dir(environ) == (None, f"OUTPUT_DIR={tmp_path / 'run'}: {refusal}") and not problem
-    lock.release(remove=True)
+def test_where_no_run_can_be_nothing_is_locked_and_the_checks_say_why(tmp_path):
     (tmp_path / "file").touch()
-    for wrong in ({"OUTPUT_DIR": str(tmp_path / "file" / "run")}, {"OUTPUT_DIR": " "}, environ | {"SEED": "x"}):
-        assert lock_output_dir(wrong) == (None, None) and [path.name for path in tmp_path.iterdir()] == ["file"]
+    for path, seed in (("file/run", "5"), ("run", "x")):
+        assert lock_output_dir({"OUTPUT_DIR": str(tmp_path / path), "SEED": seed}) == (None, None)
+    assert lock_output_dir({"OUTPUT_DIR": " "}) == (None, None) and [*tmp_path.iterdir()] == [tmp_path / "file"]
 
 
 def test_which_errors_are_a_full_disk(monkeypatch, tmp_path):

@@ -85,8 +85,7 @@ def test_seconds_left_where_one_step_of_four_generates():
 
 
 @pytest.mark.parametrize(
-    ("step_s", "words"),
-    [(60.0, "about 1 h 40 min left"), (0.1, "about 10 s left"), (6.0, "about 10 min left")],
+    ("step_s", "words"), [(60.0, "about 1 h 40 min left"), (0.1, "about 10 s left"), (6.0, "about 10 min left")]
 )
 def test_the_time_left_in_words(step_s, words):
     assert Pace(103, 0, times(*[step_s] * 3)).time_left(3) == words

@@ -181,29 +181,19 @@ def test_overwrite_starts_again_with_files_of_other_columns_and_a_users_own_rewa
 
 
 def test_a_model_of_the_hub_is_downloaded(tiny, tmp_path):
-    """A user is refused without a token, runs with it on quantized experts, then checks offline. Only the model's files
-    are taken."""
+    """A user is refused without a token, and runs with it on quantized experts."""
     settings = {"MODEL_ID": "org/tiny-gpt-oss", "OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 1, "EXPERTS": "mxfp4"}
     settings |= {"PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 2, "MAX_COMPLETION_LEN": 8, "USE_VLLM": 0}
     settings["ATTN_IMPL"] = "eager"
-    others = dict.fromkeys(("original/model.safetensors", "original/config.json", "metal/model.bin"), b"not to be read")
     with HubServer() as hub:
-        hub.add("org/tiny-gpt-oss", files_in(tiny) | others, gated=True)
+        hub.add("org/tiny-gpt-oss", files_in(tiny), gated=True)
         settings = SETTINGS | settings | hub.environ(tmp_path / "home")
         refused = run_script(code=2, **settings)
         assert "one problem" in refused.stderr and "Traceback" not in refused.stderr
         assert "accept the licence on its page" in refused.stderr and not (tmp_path / "run").exists()
         done = run_script(**settings | {"HF_TOKEN": TOKEN})
-        for words in ("complete: 1 steps", "EXPERTS                mxfp4"):
-            assert words in done.stdout
-        taken = {name for name, ranges in hub.fetched().items() if ranges == [""]}
-        assert taken == set(hub.fetched()) == {path.name for path in tiny.iterdir()} - {"warmup.json"}
-        hub.asked.clear()
-        offline = settings | {"HF_HUB_OFFLINE": 1, "OUTPUT_DIR": tmp_path / "second"}
-        run_script("--check", **offline)
-        assert not hub.asked
-        done = run_script("--check", code=2, **offline | {"MODEL_ID": "org/other"})
-        assert "org/other is not in the cache and cannot be fetched" in done.stderr
+    for words in ("complete: 1 steps", "EXPERTS                mxfp4"):
+        assert words in done.stdout
 
 
 def test_a_gpu_that_torch_does_not_see_is_said_before_anything_is_written(tmp_path, claimed_gpu):

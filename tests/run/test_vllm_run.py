@@ -35,11 +35,11 @@ RUN = {
 class Run:
     """`train_grpo.main` in this process on a machine that claims a GPU and vLLM, with a stub in vLLM's place."""
 
-    def __init__(self, monkeypatch, folder):
-        self.monkeypatch, self.folder, self.stubs = monkeypatch, folder, []
+    def __init__(self, folder):
+        self.folder, self.stubs = folder, []
 
     def __call__(self, prepare=lambda stub: None, **settings):
-        with self.monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             for name in set(os.environ) & set(FIELDS):
                 patch.delenv(name)
             patch.setenv("TOKENIZERS_PARALLELISM", "false")
@@ -60,19 +60,18 @@ class Run:
 
 
 @pytest.fixture
-def start(monkeypatch, tmp_path, quiet):
-    return lambda: Run(monkeypatch, tmp_path / "run")
+def run(tmp_path, quiet):
+    return Run(tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """An uninterrupted run of four steps: made by the first test that needs it, kept for the others."""
-    return Run(None, tmp_path_factory.mktemp("whole") / "run")
+    return Run(tmp_path_factory.mktemp("whole") / "run")
 
 
 @pytest.fixture
-def whole(straight, monkeypatch, quiet):
-    straight.monkeypatch = monkeypatch
+def whole(straight, quiet):
+    """An uninterrupted run of four steps: made by the first test that needs it, kept for the others."""
     assert straight.stubs or straight() == 0
     return straight
 
@@ -96,10 +95,9 @@ def test_a_run_with_vllm(whole):
     assert whole.stubs[0].calls.count("generate") == 2 * 2 + 4, "the mismatch check's two rounds, and one a step"
 
 
-def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
+def test_a_dying_engine_leaves_a_run_that_continues(whole, run):
     """The mismatch check calls generate four times, so the seventh call is step 3: exit 4, zip, checkpoint 2, then the
     rest, as in the uninterrupted run."""
-    run = start()
 
     def die(stub):
         stub.fail["generate"] = (7, RuntimeError("an illegal memory access was encountered"))
@@ -114,9 +112,9 @@ def test_a_dying_engine_leaves_a_run_that_continues(whole, start):
     assert_same_run(run.folder, whole.folder)
 
 
-def test_a_run_with_the_native_adapter_and_an_evaluation(start, monkeypatch):
+def test_a_run_with_the_native_adapter_and_an_evaluation(run, monkeypatch):
     """Before and after training with vLLM, the first without adapter; continued with the other weight sync."""
-    run, folders = start(), []
+    folders = []
 
     def watched(policy, folder, *rest):
         write_adapter(policy, folder, *rest)
@@ -137,8 +135,7 @@ def test_a_run_with_the_native_adapter_and_an_evaluation(start, monkeypatch):
     assert len(read_csv(run.folder / "metrics.csv")) == 2
 
 
-def test_a_run_stops_where_vllm_and_trainer_do_not_agree(start):
-    run = start()
+def test_a_run_stops_where_vllm_and_trainer_do_not_agree(run):
     # Ignored, the adapter is 0.06 nats away on fixed tokens; used, 0.005.
     assert run(lambda stub: setattr(stub, "ignore_adapter", True), PARITY_LIMIT=0.03) == 3
     log = run.read("training.log")
@@ -176,7 +173,7 @@ class Gone(paged_weights.PagedWeights):
 
 
 @pytest.mark.slow
-def test_nothing_reads_what_is_away(start, monkeypatch):
+def test_nothing_reads_what_is_away(run, monkeypatch):
     """With mismatch check, evaluations, checkpoints and a resume."""
     monkeypatch.setattr(paged_weights, "pinned_buffer", lambda size: torch.zeros(size, dtype=torch.uint8))
     plain, engines = stub_engine, []
@@ -191,7 +188,6 @@ def test_nothing_reads_what_is_away(start, monkeypatch):
         return engine
 
     monkeypatch.setattr(sys.modules[__name__], "stub_engine", paging)
-    run = start()
     changes = {"LORA_TARGETS": "all-linear,1.experts", "BETA": 0.04, "EXPERTS": "paged"}
     changes |= {"EVAL_SAMPLES": 2, "EVAL_STEPS": 1}
     for steps in (2, 3):
