@@ -20,8 +20,6 @@ completions reached `MAX_COMPLETION_LEN`, and `columns` holds every column of th
 a completion out of its group's mean and gives it no advantage (docs/data.md says what that teaches).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -2,8 +2,6 @@
 """The rooms behind train_grpo.py, in the order in which a run passes through them: settings, data, tasks, run, plan,
 preflight, model, rollout, learn, evaluate, measure, verl. A room imports only rooms that stand before it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

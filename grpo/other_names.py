@@ -6,8 +6,6 @@ answer that names our setting, or the reason why there is none. Arguments that c
 listed.
 """
 
-from __future__ import annotations
-
 # fmt: off
 # Our setting -> its names elsewhere. Meaning and unit are the same, so the value can be copied.
 SYNONYMS = {

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings read from environment variables, with hints for typos and for the names of other trainers."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import itertools

@@ -12,8 +12,6 @@ are not needed. transformers generates: on a GPU, or for tiny.
 Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys
@@ -24,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.ask import as_csv, ask, serve_commands
 from grpo.run.best import read_best
 from grpo.run.ending import run_script
-from grpo.settings import InputError, in_range
+from grpo.settings import in_range
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -45,16 +43,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        if args.serve:
-            print(serve_commands(args))
-            return 0
-        # Progress goes to stderr: stdout may be redirected to a file of answers.
-        with contextlib.redirect_stdout(sys.stderr):
-            answers = ask(args)
-    except InputError as error:
-        print(*error.args, sep="\n", file=sys.stderr)
-        return 2
+    if args.serve:
+        print(serve_commands(args))
+        return 0
+    # Progress goes to stderr: stdout may be redirected to a file of answers.
+    with contextlib.redirect_stdout(sys.stderr):
+        answers = ask(args)
     if best := read_best(args.adapter).get("in_words"):
         print(f"({args.adapter} holds the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
     if args.csv:

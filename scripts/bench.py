@@ -31,8 +31,6 @@ step is missing at the end.
 The JSON holds `command, machine, date, versions, commit, figures: [{name, value, unit, note}]`.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

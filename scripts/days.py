@@ -13,8 +13,6 @@ rows) and run/, the OUTPUT_DIR of train_grpo.py. The same command continues what
 Exit codes: 0 done, 2 the profiles cannot be used (every problem is named); those of train_grpo.py where it fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -43,11 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return train_on_days(options)
-    except InputError as error:
-        print(*error.args, sep="\n", file=sys.stderr)
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-    return 2
+        raise InputError(f"{error.filename}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -16,20 +16,16 @@ new state makes the next prompt. docs/evaluation.md defines every figure.
 Exit codes: 0 done, 2 bad input (every problem is named), 4 vLLM failed, 1 anything else.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.data.scoring import RewardError
 from grpo.evaluate.by_hand import evaluate_rows, simulate
-from grpo.rollout.engine import EngineError
 from grpo.run.best import read_best
 from grpo.run.ending import run_script
-from grpo.settings import InputError, in_range
+from grpo.settings import in_range
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -58,17 +54,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        text, path = evaluate_rows(args) if args.data else simulate(args)
-    except InputError as error:
-        print(*error.args, sep="\n", file=sys.stderr)
-        return 2
-    except EngineError as error:
-        print(f"vLLM: {error}", file=sys.stderr)
-        return 4
-    except RewardError as error:
-        print(error, file=sys.stderr)
-        return 1
+    text, path = evaluate_rows(args) if args.data else simulate(args)
     print(text)
     print(f"written: {path}")
     if args.run and (best := read_best(args.run).get("in_words")):

@@ -14,8 +14,6 @@ results.
 Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -26,7 +24,6 @@ from safetensors import SafetensorError
 
 from grpo.evaluate.export import export, prepare
 from grpo.evaluate.publish import staged_adapter
-from grpo.model.gptoss_format import ModelError
 from grpo.run.best import read_best
 from grpo.run.ending import run_script
 from grpo.run.hub import check_account, upload
@@ -70,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if args.push:
             print(f"uploaded: {upload(args.out, args.push)}")
-    except (ModelError, ValueError) as error:
+    except ValueError as error:
         print(*error.args, sep="\n", file=sys.stderr)
         return 2
     except (OSError, SafetensorError) as error:

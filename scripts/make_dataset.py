@@ -9,14 +9,13 @@ and the reward `reward_action_k`, the Boltzmann softmax of the four values. docs
 Exit codes: 0 done, 2 bad input (every problem is named).
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.run.ending import run_script
 from grpo.settings import InputError, in_range
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.profiles import cut_windows
@@ -73,15 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (out / name).write_bytes(text.encode())
-    except InputError as error:
-        print(*error.args, sep="\n", file=sys.stderr)
-        return 2
     except OSError as error:
-        print(f"{error.filename or out}: {error.strerror}; choose another --out", file=sys.stderr)
-        return 2
+        raise InputError(f"{error.filename or out}: {error.strerror}; choose another --out") from None
     print(f"wrote {', '.join(files)} to {out}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -7,8 +7,6 @@
 The marked parts of README.md and docs/ lie between comments: NAME: begin, NAME: end. tests/test_docs.py compares them.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -17,8 +17,6 @@ statistics of trained weights, only a scale at which activations stay finite.
 Exit codes: 0 done, 2 a usage error, a refused target or a full disk.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -26,7 +24,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.settings import reflow
+from grpo.settings import InputError, reflow
 
 FIGURES = """at temperature 1: parse rate {parse_rate:.3f}, mean reward {reward:.3f} (greedy {greedy:.3f}, random \
 {random:.3f}, best constant {best_constant:.3f}, oracle {oracle:.3f})"""
@@ -49,7 +47,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args, start = parse_args(argv), time.perf_counter()
     # Imported here: torch takes seconds, and --help and a usage error do not need it.
-    from grpo.model.gptoss_format import GPT_OSS_20B, GPT_OSS_120B, ModelError
+    from grpo.model.gptoss_format import GPT_OSS_20B, GPT_OSS_120B
     from grpo.model.random_weights import write_full
     from grpo.model.warmup import write_tiny
 
@@ -61,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             write_tiny(args.out)
             print(FIGURES.format(**json.loads((args.out / "warmup.json").read_text(encoding="utf-8"))))
-    except (ModelError, OSError) as error:
+    except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{args.out} written, {time.perf_counter() - start:.1f} s")

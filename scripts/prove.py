@@ -23,8 +23,6 @@ how much gpt-oss-20b would gain.
 Exit codes: 0 done, 1 the run did not improve, 2 a usage error; those of train_grpo.py where it fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -14,8 +14,6 @@ finding is kept. The JSON is written every ten seconds.
 Exit codes: 0 no finding, 1 findings (printed, with how to do them again), 2 bad options.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import itertools
@@ -38,6 +36,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.measure.strike import CASE, MOMENT, NO_SIGNAL, OPERATIONS, STRUCK, Moment, send_signal
+from grpo.run.ending import run_script
 from grpo.run.layout import ADAPTER
 from grpo.run.logs import METRICS
 from grpo.settings import MOST_WHOLE, ROOT, in_range, reflow
@@ -268,10 +267,12 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     return [(part, name, case) for _, part, name, case in sorted(shares, key=lambda share: share[0])]
 
 
-def run_campaign(options: argparse.Namespace, folder: Path) -> int:
+def main() -> int:
     """Runs the chosen cases; returns the exit code."""
-    from grpo.measure.record import save, tabled, write  # Imported here: --help needs no torch.
+    options = parse_args()
+    from grpo.measure.record import fresh_folder, save, tabled, write  # Imported here: --help needs no torch.
 
+    folder = fresh_folder(options.run.resolve())
     deadline, cases, values = time.monotonic() + 60 * options.minutes, chosen_cases(options), Counter[str]()
     prepare(folder, sorted({name for _, name, _ in cases}), options.jobs)
     values.update(f"{part}_{name}_asked" for part, name, _ in cases)
@@ -312,17 +313,5 @@ def run_campaign(options: argparse.Namespace, folder: Path) -> int:
     return int(any(values[f"{part}_{name}_different"] for part, name, _ in cases))
 
 
-def main() -> int:
-    options = parse_args()
-    from grpo.measure.record import fresh_folder  # Imported here: --help needs no torch.
-
-    try:
-        folder = fresh_folder(options.run.resolve())
-    except FileExistsError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return run_campaign(options, folder)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -7,8 +7,6 @@
 Exit codes: 0 written, 2 there is no run to report on, or a file of it is damaged.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

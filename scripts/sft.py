@@ -11,8 +11,6 @@ column `answer`, else its best action (docs/adapters.md).
 Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -9,8 +9,6 @@ folder. Whether a process still runs is known from the lock beside the folder, w
 Without a terminal it prints the state once. Exit codes: 0, or 2 where RUN_DIR holds no run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

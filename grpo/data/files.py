@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads training and held-out rows from users' files. Every problem names file, row, column and line."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads tables of records from files (CSV, JSON lines, Parquet) and from data sets of the Hub."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the held-out rows: those that EVAL_DATA names, or a part of DATA, by a hash."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -12,12 +10,7 @@ from dataclasses import dataclass
 from grpo.data.files import INSTRUCTING, Row, data_fingerprint, find_files, read_rows
 from grpo.data.formats import is_dataset
 from grpo.settings import ROOT, Problems, Settings, split_commas
-from grpo.settings_table import TASK_FILES
 
-# Training files of the tasks that come with the project -> the held-out files that belong to them.
-HELDOUT_OF_DEMO: dict[str, str] = {
-    train: heldout for task in TASK_FILES.values() for train, heldout in task.get("heldout", {}).items()
-}
 DATE_COLUMNS = {"timestamp", "datetime", "date", "day", "time", "日時", "日付"}
 DATE = re.compile(r"\s*([0-9]{4})[-/]([0-9]{1,2})[-/]([0-9]{1,2})(?![0-9])")
 # Days or prompts that DATA must have before any is held out, and the fewest that a confidence interval needs.
@@ -32,11 +25,6 @@ class Split:
     train: list[Row]
     heldout: list[Row]
     reason: str
-
-
-def demo_heldout(data: str) -> str | None:
-    """The held-out file that belongs to the demo file named by DATA; None if DATA names anything else."""
-    return next((heldout for train, heldout in HELDOUT_OF_DEMO.items() if names_single_file(data, train)), None)
 
 
 def names_single_file(text: str, path: str) -> bool:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks reward functions before a run: they exist, rows hold what they need, and garbage earns less than answers."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads and calls reward functions as TRL 1.16 does; checks, training and evaluation all use it."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import importlib

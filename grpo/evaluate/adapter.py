@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and checks the adapter that a command line names: its files, its base model's, and the settings of its run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks an adapter to answer prompts, and prints the commands that serve it with vLLM; for scripts/ask.py."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import dataclasses
@@ -82,8 +80,7 @@ def as_csv(answers: Sequence[dict[str, Any]]) -> str:
 
 
 def serve_commands(options: argparse.Namespace) -> str:
-    """Two commands as text: vLLM serves the adapter, and curl sends it the prompt as the run rendered it. Raises
-    InputError."""
+    """Two commands: vLLM serves the adapter, and curl sends it the prompt as the run renders it. Raises InputError."""
     s, files, rows = prepare(options)
     adapter, path = options.adapter.resolve(), s.MODEL_ID
     if files.folder and (path == "tiny" or Path(path).is_dir()):

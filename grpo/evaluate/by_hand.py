@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates an adapter, its base model or both without a run; for scripts/evaluate.py."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -52,11 +50,8 @@ def choose_engine(s: Settings, machine: Machine) -> tuple[bool, str]:
 
 
 def simulate(options: argparse.Namespace) -> tuple[str, Path]:
-    """Let models act in the simulator of their task, and write its record. `options` are those of scripts/evaluate.py.
-    Returns (the table, the file's path).
-
-    Raises InputError before anything takes time, EngineError where vLLM fails.
-    """
+    """Let models act in the simulator of their task, and write its record. Takes and returns what `evaluate_rows` does,
+    and raises the same."""
     s, problems = read_settings(options)
     path = output_path(options, "closed_loop", problems)
     machine = read_machine()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact probabilities of a small model's answers, instead of samples of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

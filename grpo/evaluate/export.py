@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges an adapter into its base model, to a checkpoint that loads without this project; for scripts/export.py."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path
@@ -82,8 +80,7 @@ class Merged:
         return self.add(name, torch.cat(wide))
 
     def share(self) -> float | None:
-        """The share of the adapter's update that survived rounding in the tensors merged until now; None if the adapter
-        is zero."""
+        """The share of the adapter's update that survived rounding until now; None if the adapter is zero."""
         share = update_share(self.sums, self.elements)
         return share[0] if share else None
 
@@ -140,8 +137,8 @@ def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
 
 def export(options: argparse.Namespace) -> float | None:
     """Write the merged model to --out, whole or not at all; returns the share of the adapter's update that survived
-    rounding. `options` are those of scripts/export.py. Raises InputError, ModelError if --out cannot be written, and
-    ValueError or SafetensorError for a damaged base."""
+    rounding. `options` are those of scripts/export.py. Raises InputError, and ValueError or SafetensorError for a
+    damaged base."""
     s, files, base = prepare(options)
     scale = check_merge(options, files)
     if problem := fetch_weights(s.MODEL_ID, files):

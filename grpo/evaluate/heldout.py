@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out reward: the reward of a model's answers to rows that it is not trained on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose answers are evaluated: a run's own, or one in transformers or vLLM without a trainer."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +97,10 @@ class TransformersModel(EvaluatedModel):
     """A model that generates in transformers, with eager attention, which is exact at any length. With DIRECT_ANSWERS
     it chooses tokens with `attention` instead."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        model_path: str,
-        config: Mapping[str, Any],
-        adapter: Path | None,
-        attention: str = "eager",
-    ):
-        self.settings, self.tokenizer = settings, load_tokenizer(model_path)
+    def __init__(self, settings: Settings, files: ModelFiles, adapter: Path | None, attention: str):
+        self.settings, self.tokenizer = settings, load_tokenizer(str(files.folder))
         experts = "bf16" if settings.EXPERTS in ("bf16", None) else "mxfp4"  # `shared` and `paged` need an engine
-        self.network = in_compute_dtype(load_model(model_path, config, attention, experts)).eval()
+        self.network = in_compute_dtype(load_model(str(files.folder), files.config, attention, experts)).eval()
         self.stops = stop_tokens(self.network.generation_config.eos_token_id, self.tokenizer)
         if adapter is not None:
             with experts_wrapped(self.network):
@@ -150,14 +141,9 @@ class VllmModel(EvaluatedModel):
     those of its first moment. Raises EngineError if it does not fit."""
 
     def __init__(
-        self,
-        settings: Settings,
-        files: ModelFiles,
-        path: str,
-        adapter: Path | None,
-        machine: Machine,
-        prompts: Sequence[str],
+        self, settings: Settings, files: ModelFiles, adapter: Path | None, machine: Machine, prompts: Sequence[str]
     ):
+        path = str(files.folder)
         self.settings, self.tokenizer, self.adapter = settings, load_tokenizer(path), adapter
         # Memory is planned as for a training step with these prompts, up to MOST_AT_ONCE, but without a trainer. A
         # simulator's later prompts may be longer than its first by the digits of a few numbers, hence 32 tokens more.
@@ -215,12 +201,12 @@ def start_model(
         raise InputError(problem)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if use_vllm:
-        return VllmModel(settings, files, str(files.folder), adapter, machine, prompts)
+        return VllmModel(settings, files, adapter, machine, prompts)
     attention = "eager"
     if settings.DIRECT_ANSWERS:
         attention, _ = choose_attention(settings.ATTN_IMPL, machine.gpus)
         attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
-    return TransformersModel(settings, str(files.folder), files.config, adapter, attention)
+    return TransformersModel(settings, files, adapter, attention)
 
 
 def stop_tokens(eos: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:

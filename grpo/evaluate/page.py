@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """report.html: one page without network or scripts, made from the template page.html."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jinja2

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of a run's report, without pyplot, so that the caller's matplotlib state does not change."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The evaluations of a run, from before its first step to after its last, and the choice of its best adapter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from grpo.data.files import data_fingerprint

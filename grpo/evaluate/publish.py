@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model card, and the other files that are published with an adapter or a merged model; for scripts/export.py."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

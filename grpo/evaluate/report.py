@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sentences and tables of a run's report."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from grpo.evaluate.run_data import Run, duration

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the files of a run's folder, for its report, for the card of its adapter and for scripts/watch.py."""
 
-from __future__ import annotations
-
 import functools
 import io
 import math
@@ -91,8 +89,7 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
 
 
 def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
-    """The run's prompts by prompt_id, from the training data that settings.json names; empty if the data is missing or
-    has changed since the run."""
+    """The run's prompts by prompt_id, from the DATA of settings.json; empty if it is missing or has changed since."""
     settings = object_at(record, "settings")
     data, system, share = (settings.get(name, "") for name in ("DATA", "SYSTEM_PROMPT", "EVAL_SHARE"))
     if any(is_dataset(name) for name in split_commas(data)):

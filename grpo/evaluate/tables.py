@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """evaluation.json as a table: for the terminal, the report and the cards of models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

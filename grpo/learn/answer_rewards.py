@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds what every action of a row would earn in place of the one that a completion sampled (EXPECTED_REWARD)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

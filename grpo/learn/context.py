@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state that trainer, engine, evaluation and mismatch check of a run share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums gradients over the processes of a run, and keeps their adapters equal."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of TRL's GRPOConfig for a run, and of SFTConfig for scripts/sft.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning: trains an adapter on the rows' answers, from which GRPO can start."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

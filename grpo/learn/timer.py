@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the duration of each step and its parts, and ends training when a signal asks for it."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator
@@ -17,8 +15,7 @@ from grpo.run.ranks import Ranks
 
 
 class StepTimerCallback(TrainerCallback):
-    """Times each step and its parts. After a signal to any process of the run it saves a checkpoint and ends
-    training."""
+    """Times each step and its parts. After a signal to any process it saves a checkpoint and ends training."""
 
     def __init__(self, stop: StopRequest, ranks: Ranks):
         self.stop, self.ranks = stop, ranks

@@ -349,8 +349,7 @@ class Trainer(Learner):
     def training_step(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Computes rollout and rewards, then forward and backward of each micro-batch. Returns the step's loss, a
-        scalar."""
+        """Computes rollout and rewards, then each micro-batch's gradient. Returns the step's loss, a scalar."""
         model.train()
         s, step = self.run.settings, self.state.global_step
         index = step % s.steps_per_rollout  # Of this step among those that share its rollout.

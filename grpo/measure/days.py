@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains on some of a folder's hourly profiles of real days, and measures on the others; for scripts/days.py."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
@@ -27,8 +25,7 @@ def window_count(profiles: Profiles) -> int:
 
 
 def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path) -> list[Path]:
-    """The files to hold out, chosen from the files of `folder`, `ordered` by date, as `read_split` describes it.
-    Raises InputError."""
+    """The files of `folder` to hold out, of those `ordered` by date, as `read_split` says. Raises InputError."""
     if not heldout or (len(heldout) == 1 and heldout[0].isdigit()):
         count = int(heldout[0]) if heldout else max(1, len(ordered) // 3)
         chosen = list(ordered[max(0, len(ordered) - count) :])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo on several seeds, judged on windows that chose neither its settings nor its best adapter."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -7,8 +7,6 @@ by a factor of their own, log-uniform from a half to double, as another season o
 to beat on the reported sets is the rule `charge_when_clean`.
 """
 
-from __future__ import annotations
-
 from grpo.tasks.tes.dataset import DATA_DIR, synthetic_windows, vary_loads
 from grpo.tasks.tes.plant import HOURS
 from grpo.tasks.tes.profiles import HELDOUT_START, Profile, profile_csv, synthetic_profile

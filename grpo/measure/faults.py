@@ -2,8 +2,6 @@
 """Strikes a run beside vLLM in each phase of a step (by a kill, a full GPU or a dying engine), and checks that the same
 command continues it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness of measurements that run the entry point: settings, watched functions, GPU memory, and the results of
-child processes."""
-
-from __future__ import annotations
+"""Measurements that run the entry point: settings, watched functions, GPU memory, results of child processes."""
 
 import argparse
 import contextlib
@@ -64,8 +61,7 @@ def result_path(options: argparse.Namespace, child: str) -> Path:
 
 
 def subject_of(options: argparse.Namespace) -> list[str]:
-    """What is measured: the commit, and the options for model, data and settings. Results of another subject are not
-    used."""
+    """What is measured: commit, model, data and settings. Results of another subject are not used."""
     return [commit(), options.model, options.data, str(options.set)]
 
 

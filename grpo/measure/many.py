@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the same step on one GPU, on two, and so on."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reward of measurements on random weights."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proof: its data and model, its run, and the collection of its figures."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
@@ -25,7 +23,6 @@ from grpo.measure.proof_data import Scale, write_data
 from grpo.measure.record import Figure, figure, read_json
 from grpo.model import checkpoint
 from grpo.model import gptoss_format as gptoss
-from grpo.model.gptoss_format import ModelError
 from grpo.model.load import load_model
 from grpo.model.warmup import Log, figures, write_warmed_up
 from grpo.model.warmup_rows import ACTIONS
@@ -33,7 +30,7 @@ from grpo.plan.hub import TINY_PATH, count_parameters
 from grpo.plan.machine import read_machine
 from grpo.run.child import delaying_signals, run_child
 from grpo.run.folder import complete_steps
-from grpo.settings import parse_value
+from grpo.settings import InputError, parse_value
 from grpo.tasks.tes.dataset import file_name
 from rewards import confidence_interval
 
@@ -59,11 +56,11 @@ TRAIN, CHAINS = "train.json", "chains.json"  # The run's command and seconds, an
 
 
 def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
-    """Writes OUT/data and OUT/model, with figures of the warm-up in OUT/model/warmup.json. Raises ModelError where the
+    """Writes OUT/data and OUT/model, with figures of the warm-up in OUT/model/warmup.json. Raises InputError where the
     tokenizer is missing."""
     started, model_dir, recipe = time.perf_counter(), options.out / "model", scale.recipe
     if options.tokenizer is None and recipe.prompt == "full":
-        raise ModelError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
+        raise InputError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
     write_data(options.out / "data", scale)
     tokenizer = checkpoint.read_tokenizer(options.tokenizer or TINY_PATH)
     vocabulary = gptoss.GPT_OSS_20B if options.tokenizer else gptoss.TINY
@@ -115,7 +112,7 @@ def command_line(settings: dict[str, str]) -> str:
 def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
     """Runs train_grpo.py on OUT/model; returns its exit code. Its command and seconds are kept in OUT."""
     if not (options.out / "model" / "config.json").is_file():
-        raise ModelError(f"{options.out / 'model'} is missing: run --stage make first")
+        raise InputError(f"{options.out / 'model'} is missing: run --stage make first")
     settings = run_settings(options, scale)
     log(command_line(settings))
     (options.out / CHAINS).unlink(missing_ok=True)  # They are those of an earlier run.
@@ -192,7 +189,7 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     run = options.out / "run"
     evaluation, plant = read_json(run / "evaluation.json"), read_json(run / "closed_loop.json")
     if not {"before", "after"} <= evaluation.keys():
-        raise ModelError(f"{run / 'evaluation.json'} lacks results before and after training: run --stage train first")
+        raise InputError(f"{run / 'evaluation.json'} lacks results before and after training: run --stage train first")
     results = record.reward_figures(evaluation) + record.plant_figures(plant)
     gain = evaluation.get("difference", {}).get("reward_low", 0)
     verdicts = {"held-out reward": gain > 0, "closed loop": False}
@@ -236,6 +233,6 @@ def prove(options: argparse.Namespace, scale: Scale) -> int:
             heldout = Path(run_settings(options, scale)["EVAL_DATA"])
             checkpoint.write_json(options.out / CHAINS, chain_figures(options.out / "run", heldout))
         return collect(options, log) if options.stage in ("collect", "all") else 0
-    except (ModelError, OSError) as error:
+    except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

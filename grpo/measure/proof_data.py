@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The proof's scales and rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

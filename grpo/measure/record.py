@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The JSON that every measurement writes, the figures of a run's own files, and the folders of measurements."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json
@@ -21,7 +19,7 @@ import pandas
 
 from grpo.plan.machine import installed_versions, read_machine
 from grpo.run import durable
-from grpo.settings import ROOT
+from grpo.settings import ROOT, InputError
 
 BENCH, TRAIN_SCRIPT = ROOT / "scripts" / "bench.py", ROOT / "train_grpo.py"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger-kernel", "triton", "vllm")
@@ -54,8 +52,7 @@ def figure(name: str, value: float, unit: str, note: str = "") -> Figure:
 
 
 def tabled(table: str, values: Json) -> list[Figure]:
-    """The figures of a table with lines `names | unit | note` that `values` holds, in the table's order. A note may
-    name other values in braces."""
+    """The figures of a table (lines of `names | unit | note`) that `values` holds; notes may name values in braces."""
     figures = []
     for line in table.strip().splitlines():
         names, unit, note = (cell.strip() for cell in line.split("|"))
@@ -99,8 +96,7 @@ def this_command() -> str:
 
 
 def save(path: Path, figures: Sequence[Figure], command: str | None = None, more: Json | None = None) -> None:
-    """Writes the figures as JSON, in the form of all files under docs/results/. `more` adds keys, or replaces
-    those of this machine."""
+    """Writes the figures as docs/results/ holds them; `more` adds keys, or replaces those of this machine."""
     record = {
         "command": command or this_command(),
         "machine": f"{machine_words(vars(read_machine()))}; Python {platform.python_version()}",
@@ -155,10 +151,10 @@ def plant_figures(plant: Json) -> list[Figure]:
 
 
 def fresh_folder(path: Path) -> Path:
-    """Makes an empty folder; one that an earlier measurement made is deleted first. Raises FileExistsError for a folder
-    that no measurement made."""
+    """Makes an empty folder; one that an earlier measurement made is deleted first. Raises InputError for a folder that
+    no measurement made."""
     if path.exists() and not (path / MARK).is_file():
-        raise FileExistsError(f"--run {path} exists, and no measurement made it: name another, or delete it yourself")
+        raise InputError(f"--run {path} exists, and no measurement made it: name another, or delete it yourself")
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     (path / MARK).touch()

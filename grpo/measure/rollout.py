@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures a run at any settings: its time, its memory, and whether weights that do not learn stay the same."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -198,8 +196,7 @@ def rollout_child(options: argparse.Namespace) -> int:
 
 
 def bench_rollout(options: argparse.Namespace) -> int:
-    """Measures a run in a process of its own, beside this one, which may occupy the GPU. Returns the exit code of that
-    process."""
+    """Measures a run in a child process, beside which this one may occupy the GPU; returns the child's exit code."""
     if options.child:
         return rollout_child(options)
     harness.result_path(options, CHILD).unlink(missing_ok=True)

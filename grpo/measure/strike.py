@@ -2,8 +2,6 @@
 """Sends signals to a program at chosen moments of any of its processes. scripts/reliability.py makes every Python
 process of a case begin with `watch_files`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with gpt-oss's sinks, computed exactly, over packed sequences that share a prompt."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes checkpoints in gpt-oss's format; their folder is either complete or absent."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -17,9 +15,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
-from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, ModelError, Sizes, config_dict
+from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, Sizes, config_dict
 from grpo.plan.hub import TINY_PATH, WEIGHTS_INDEX
 from grpo.run.durable import locked
+from grpo.settings import InputError
 
 SHARD_BYTES = 4 * 2**30
 MakeTensor = Callable[[str, torch.Tensor], torch.Tensor]  # (name, meta tensor of that type and shape) -> tensor
@@ -29,17 +28,17 @@ MakeTensor = Callable[[str, torch.Tensor], torch.Tensor]  # (name, meta tensor o
 def new_directory(out: Path) -> Iterator[Path]:
     """Yield an empty sibling of `out` that becomes `out` by a rename if the body succeeds and is removed if not.
 
-    Files of a killed process in the sibling are deleted first. Raises ModelError if `out` is not empty, or if another
+    Files of a killed process in the sibling are deleted first. Raises InputError if `out` is not empty, or if another
     process holds the lock on the sibling; the system releases it when that process ends.
     """
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ModelError(f"{out} exists and is not empty: remove it, or choose another folder")
+        raise InputError(f"{out} exists and is not empty: remove it, or choose another folder")
     temporary = out.with_name(f".{out.name}.tmp")
     temporary.mkdir(parents=True, exist_ok=True)
     with locked(temporary) as is_free:
         if not is_free:
-            raise ModelError(f"another process is writing {out}")
+            raise InputError(f"another process is writing {out}")
         for leftover in temporary.iterdir():
             leftover.unlink()
         try:

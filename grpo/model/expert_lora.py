@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on gpt-oss's experts with PEFT's wrappers, names and files, computed without merging the adapter into the
-weights."""
-
-from __future__ import annotations
+"""LoRA on gpt-oss's experts with PEFT's wrappers, names and files, computed without merging it into the weights."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt-oss's experts: fused, frozen, and optionally kept in MXFP4."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, cast

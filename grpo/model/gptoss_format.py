@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The format of gpt-oss checkpoints: sizes, MXFP4, special tokens and config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,12 +12,6 @@ from grpo.plan.hub import REAL_CONFIG, TINY_PATH
 from grpo.run.durable import read_json
 
 BLOCK = 32  # number of elements that share a scale in MXFP4
-
-
-class ModelError(Exception):
-    """A problem that the user can solve. The message says how; the command exits with 2."""
-
-
 # Sizes of a gpt-oss by their names in config.json. The hidden and the intermediate size must be multiples of BLOCK.
 Sizes = dict[str, int]
 GPT_OSS_20B: Sizes = {name: size for name, size in REAL_CONFIG.items() if isinstance(size, int)}
@@ -61,8 +53,7 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantize_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Round a gpt-oss's experts to MXFP4 in place and freeze them; return blocks and scales by their checkpoint
-    names."""
+    """Round a gpt-oss's experts to MXFP4 in place and freeze them; return their checkpoint tensors by name."""
     quantized: dict[str, torch.Tensor] = {}
     for name, weight in model.named_parameters():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # (E, in, out)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the model, in BF16 or with MXFP4 experts, adapters and the tokenizer."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -103,8 +101,7 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
 
 
 def load_generation_config(model_path: str) -> GenerationConfig:
-    """The checkpoint's generation_config.json, which holds the stop tokens; without that file, one made of
-    config.json."""
+    """The checkpoint's generation_config.json, which holds the stop tokens; without it, one made of config.json."""
     try:
         return GenerationConfig.from_pretrained(model_path)
     except OSError:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs prompts and completions into dense rows, each prompt once for all of its completions."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 

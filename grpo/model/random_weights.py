@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a checkpoint with gpt-oss-20b's shapes and random weights."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path
@@ -57,8 +55,7 @@ def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> 
 
 
 def write_full(out: Path, sizes: Sizes, tokenizer: Path, device: str) -> None:
-    """Write a checkpoint with random weights, drawn on `device`, to `out`, with the tokenizer in the folder
-    `tokenizer`."""
+    """Write a checkpoint to `out`: random weights, drawn on `device`, and the tokenizer in the folder `tokenizer`."""
     vocabulary, generator = checkpoint.read_tokenizer(tokenizer), torch.Generator(device).manual_seed(0)
     with checkpoint.new_directory(out) as directory:
         make = partial(random_tensor, generator=generator)

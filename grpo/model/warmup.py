@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small gpt-oss to read the plant's prompts and to answer in their format, but not which action to choose."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +19,7 @@ from grpo.model import gptoss_format as gptoss
 from grpo.model.checkpoint import new_directory, read_tokenizer, special_token_ids, write_checkpoint, write_json
 from grpo.model.warmup_rows import ACTIONS, WarmupTensors, make_rows
 from grpo.plan.hub import TINY_PATH
+from grpo.settings import InputError
 
 Log = Callable[[str], None]
 # Factors of 1 / sqrt(fan-in) that give the standard deviations of the initial matrices. With gpt-oss's 0.02 everywhere,
@@ -283,7 +282,7 @@ class WarmUp:
         return loss, self.probe(functional.rms_norm(state, state.shape[-1:]))
 
     def train_until(self, end: float, lr: float, log: Log) -> None:
-        """Train until `progress` is `end`; `lr` decays to 5%. Raises ModelError if a logged loss is not finite."""
+        """Train until `progress` is `end`; `lr` decays to 5%. Raises InputError if a logged loss is not finite."""
         trained = [p for p in (*self.model.parameters(), *self.probe.parameters()) if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         first_step, begin, logged = self.step, self.progress, self.elapsed
@@ -303,7 +302,7 @@ class WarmUp:
                 logged = self.elapsed
                 log(f"{logged:5.0f} s, step {self.step}: loss {loss.item():.3f}")
                 if not loss.isfinite():
-                    raise gptoss.ModelError("the warm-up's loss is not finite")
+                    raise InputError("the warm-up's loss is not finite")
 
 
 def write_warmed_up(
@@ -312,7 +311,7 @@ def write_warmed_up(
     """Make a model on `device`, warm it up by the `recipe` and write its checkpoint into `directory`.
 
     Returns its `figures` after reading, right after the experts were rounded to MXFP4, and as stored, then the rows
-    that they were measured on. Raises ModelError for a tokenizer that does not fit.
+    that they were measured on. Raises InputError for a tokenizer that does not fit.
     """
     # Rows are made first, because their worker processes must start before CUDA and the tokenizer's threads do.
     row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows, recipe.most_factor)
@@ -348,7 +347,7 @@ def write_tiny(out: Path, recipe: Recipe = TINY_RECIPE, seed: int = 0, log: Log 
 
     Its tokenizer is that of data/tiny: every integer from 0 to 200 is a token of its own, with and without the space
     before, so that prompts are short and numbers are easy to read. The same seed gives the same model on the same
-    machine. Raises ModelError before training, as `new_directory` does.
+    machine. Raises InputError before training, as `new_directory` does.
     """
     with new_directory(out) as directory, torch.random.fork_rng([]):
         stages, _ = write_warmed_up(directory, recipe, read_tokenizer(TINY_PATH), "cpu", seed, log)

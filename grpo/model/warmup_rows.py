@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the rows of a small model's warm-up: the plant's prompts, and the numbers that the model learns to read
-there."""
-
-from __future__ import annotations
+"""Makes the rows of a small model's warm-up: the plant's prompts, and the numbers that it learns to read there."""
 
 import os
 import re
@@ -15,11 +12,11 @@ import torch
 from tokenizers import Tokenizer
 
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE, render
-from grpo.model.gptoss_format import ModelError
 from grpo.plan.hub import TINY_PATH
 from grpo.run.child import begin_worker, delaying_signals
+from grpo.settings import InputError
 from grpo.tasks.tes import dataset
-from grpo.tasks.tes.plant import HOURS, low_co2
+from grpo.tasks.tes.plant import HOURS, PLANT, low_co2
 from grpo.tasks.tes.profiles import TRAIN_START
 from grpo.tasks.tes.prompts import State
 
@@ -51,12 +48,12 @@ def readings(state: State) -> list[float]:
     They are the energies [kWh] that each action would store, lose to a full storage or fail to serve, and features of
     hour, CO2 intensities and loads that a decision may depend on.
     """
-    plant, now = state.plant, HOURS.index(state.stamp.hour)
+    now = HOURS.index(state.stamp.hour)
     load, co2, later = state.load_kw[now], state.co2[now], state.co2[now + 1 :]
-    balance = state.energy_kwh + plant.outputs_kw - load
+    balance = state.energy_kwh + PLANT.outputs_kw - load
     gain = low_co2(state.next_co2) - co2
     need = state.load_kw[now + 1 :].sum() - max(state.energy_kwh - load, 0.0)
-    stored, lost = balance.clip(0, plant.capacity_kwh), (balance - plant.capacity_kwh).clip(0)
+    stored, lost = balance.clip(0, PLANT.capacity_kwh), (balance - PLANT.capacity_kwh).clip(0)
     return [
         *stored, *lost, *(-balance[:2]).clip(0), float(balance[0] < 0), co2, gain, max(-gain, 0.0), (later < co2).sum(),
         need, state.stamp.hour, load, state.energy_kwh,
@@ -140,7 +137,7 @@ class WarmupTensors:
         encodings = tokenizer.encode_batch([row.prompt for row in rows], add_special_tokens=False)
         ends = [answer(0, stated_numbers(row.prompt)) if reasons else self.answer for row in rows]
         if {len(end) for end in ends} != {len(self.answer)}:
-            raise ModelError("the tokenizer splits numbers below 1000: a chain of thought needs the o200k one")
+            raise InputError("the tokenizer splits numbers below 1000: a chain of thought needs the o200k one")
         ids = [
             torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in zip(encodings, ends, strict=True)
         ]

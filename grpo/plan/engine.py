@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the memory of vLLM's engine beside the trainer, and its limits."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the small files of a model in a folder, on the Hub, or in data/tiny, and downloads its weights."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping
@@ -189,12 +187,6 @@ def fetch_weights(model_id: str, files: ModelFiles) -> str | None:
         except Exception as error:  # Many things can end a long download.
             problems.add("MODEL_ID", *download_problem(model_id, error))
     return problems[0] if problems else None
-
-
-def downloaded_gib(files: ModelFiles) -> float:
-    """Size of the weight files that are already on this machine, in GiB."""
-    paths = files.folder.glob("*.safetensors") if files.folder else ()
-    return sum(path.stat().st_size for path in paths) / GIB
 
 
 def checkpoint_gib(config: ModelConfig) -> float:

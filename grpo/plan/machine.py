@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the machine and its installed packages, without importing anything heavy."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.metadata

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the memory of a run and, from it, its batch sizes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolves LORA_TARGETS: attention projections in every layer, and experts in all layers or in single ones."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any

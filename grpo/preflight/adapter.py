@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rank, alpha and targets of the adapter: from the settings, or from the adapter that INIT_ADAPTER names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a run as text: `--check` prints it, and every run prints it first."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from grpo.plan.machine import Machine

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every check before a run: settings, model, data, rewards, OUTPUT_DIR, memory and disk."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import platform
@@ -194,7 +192,8 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
     cache = "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
     home = Path(os.path.expanduser(os.environ.get(cache) or "~/.cache/huggingface"))
     is_local = settings.MODEL_ID == "tiny" or os.path.isdir(settings.MODEL_ID)
-    download = 0.0 if is_local else hub.checkpoint_gib(files.config) - hub.downloaded_gib(files)
+    cached = files.folder.glob("*.safetensors") if files.folder else ()
+    download = 0.0 if is_local else hub.checkpoint_gib(files.config) - sum(path.stat().st_size for path in cached) / GIB
     for name, path, need, purpose in (
         ("OUTPUT_DIR", Path(settings.OUTPUT_DIR), output, "checkpoints, logs and the zip"),
         (cache, home, download if download > 0.2 else 0.0, "the files of the checkpoint"),

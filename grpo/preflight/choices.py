@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choices that `auto` leaves open: pure functions that return a value and its reason."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from grpo.data.files import Row
-from grpo.data.heldout import demo_heldout, names_single_file
+from grpo.data.heldout import names_single_file
 from grpo.plan.machine import FLASH_PACKAGES
 from grpo.plan.targets import expert_words
 from grpo.settings import Settings
@@ -131,7 +129,9 @@ def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Setting
     """(settings, sources) in which `auto` is filled in for the demo: EVAL_DATA with the demo's held-out rows if DATA is
     the demo's, and EVAL_PROFILE with the demo's profile if training and held-out rows are the demo's. For the user's
     own rows both stay None, because the demo's files say nothing about them."""
-    heldout, eval_data, profile = demo_heldout(settings.DATA), settings.EVAL_DATA, settings.EVAL_PROFILE
+    eval_data, profile = settings.EVAL_DATA, settings.EVAL_PROFILE
+    pairs = [pair for task in TASK_FILES.values() for pair in task.get("heldout", {}).items()]
+    heldout = next((path for train, path in pairs if names_single_file(settings.DATA, train)), None)
     demo_profile = TASK_FILES[settings.TASK].get("profiles", {}).get(heldout)
     if heldout and demo_profile and profile is None and (eval_data is None or names_single_file(eval_data, heldout)):
         profile = demo_profile

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolves a run: turns the settings and the facts about machine, model and rows into one object without any `auto`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of scripts/sft.py: those of train_grpo.py with the same settings, and that rows have answers."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from grpo.data.files import MOST_PROBLEMS
@@ -30,14 +28,6 @@ ONLY_LEARNING = {
 }
 
 
-def longest_answer(model_id: str, answers: Sequence[str]) -> int:
-    """Tokens of the longest answer, from which memory is planned; its characters if there is no tokenizer yet."""
-    files = find_model(model_id, Problems())  # The preflight lists its problems.
-    if not files or not files.tokenizer or not installed_versions(["tokenizers"])["tokenizers"]:
-        return max(map(len, answers), default=1)
-    return max(count_tokens(files.tokenizer, answers).values(), default=1)
-
-
 def was_killed(out: Path) -> bool:
     """Whether `out` holds only files of a killed scripts/sft.py, which writes the adapter last, and no log."""
     names = {path.name for path in out.iterdir()}
@@ -57,7 +47,11 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
         except ValueError as error:
             fix = "Let prompt and answer begin with the same channel"
             problems.add(f"{row.file}, row {row.number}", str(error), fix)
-    longest = longest_answer(settings.MODEL_ID, [answer for answer in answers if answer])
+    files = find_model(settings.MODEL_ID, Problems())  # The preflight lists its problems.
+    lengths = {answer: len(answer) for answer in answers if answer}  # In characters, if there is no tokenizer yet.
+    if files and files.tokenizer and installed_versions(["tokenizers"])["tokenizers"]:
+        lengths = count_tokens(files.tokenizer, list(lengths))
+    longest = max(lengths.values(), default=1)  # Memory is planned from it.
     changes = ONLY_LEARNING | {"OUTPUT_DIR": str(out), "MAX_COMPLETION_LEN": str(longest)}
     if not settings.OVERWRITE and out.is_dir() and any(out.iterdir()):
         changes["OVERWRITE"] = "1"  # The preflight would report the folder as well.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoding loop of transformers' generate over a cache of fixed size; on a GPU each step is one CUDA graph."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, cast

@@ -5,8 +5,6 @@ A simplification of rollouts: nothing is generated. The prompt ends in ANSWER_BE
 the tokens that close the answer are written behind it unasked, so that a completion reads like any other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the learner's frozen weights in host memory while vLLM is awake, if the GPU has no room for both."""
 
-from __future__ import annotations
-
 from mmap import PAGESIZE
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The train/inference mismatch check: compares vLLM's log-probs with the trainer's."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Sequence

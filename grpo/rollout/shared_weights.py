@@ -4,8 +4,6 @@
 Written for vLLM 0.26: vllm/model_executor/models/gpt_oss.py, layers/vocab_parallel_embedding.py,
 layers/quantization/mxfp4.py (GptOssMxfp4MoEMethod), and the layouts of its copy of triton_kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

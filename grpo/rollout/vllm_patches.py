@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes vLLM and the process in which it starts. Each change names its upstream issue or source file."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight sync: passes the trainer's adapter to vLLM, and measures the share of it that arrives."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run offers for download: the zip, and the adapter's model card."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best adapter of the steps that were evaluated, in OUTPUT_DIR/best."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes checkpoints so that an unfinished one is recognized after a kill, checks them, and deletes old ones."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Mapping

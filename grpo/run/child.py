@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs other programs from a script: forwards signals to them and returns their exit codes."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes files so that a crash leaves them whole or absent, and detects damaged ones by their checksums."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno

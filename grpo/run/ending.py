@@ -4,8 +4,6 @@
 Under torchrun, whose own exit code is 1 for every reason, the code and the reason are written into OUTPUT_DIR. A reader
 that closes the output (`| head`) does not change the exit code of a run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -23,7 +21,7 @@ from grpo.run.folder import continuation
 from grpo.run.layout import EXIT, is_full_disk
 from grpo.run.logs import detach_closed_terminal, is_unread, start_logging
 from grpo.run.ranks import RankLost, Ranks
-from grpo.settings import Settings, format_exception, log, one_line
+from grpo.settings import InputError, Settings, format_exception, log, one_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_REQUEST_S = 10.0  # Two SIGTERMs within this time are one request, which a launcher has sent twice.
@@ -213,8 +211,9 @@ def end_quietly(main: Callable[[], int]) -> int:
 
 
 def run_script(main: Callable[[], int]) -> int:
-    """`end_quietly` for a script whose work is lost when it is interrupted. The first SIGINT, SIGTERM or SIGHUP ends it
-    by KeyboardInterrupt, so that its temporary files are removed; the second one ends it at once."""
+    """`end_quietly` for a script: it prints the problems of an InputError, a RunFailure or a RewardError and returns
+    their exit code. The first SIGINT, SIGTERM or SIGHUP ends the script by KeyboardInterrupt, so that its temporary
+    files are removed; the second one ends it at once."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for handled in SIGNALS:
@@ -226,6 +225,15 @@ def run_script(main: Callable[[], int]) -> int:
             signal.signal(number, interrupt)
     try:
         return end_quietly(main)
+    except InputError as error:
+        print(*error.args, sep="\n", file=sys.stderr)
+        return 2
+    except RunFailure as error:
+        print(f"{error.label}: {error}", file=sys.stderr)
+        return error.code
+    except RewardError as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt as error:
         print("\ninterrupted", file=sys.stderr)
         return 128 + (error.args[0] if error.args else signal.SIGINT)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """OUTPUT_DIR before a run: inspects what it holds, checks that this run may go on there, and makes it ready."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

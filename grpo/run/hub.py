@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishing on the Hub: parts of the model card, and the upload."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

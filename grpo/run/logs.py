@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs that a run writes while it trains: metrics.csv, completions.csv, training.log with warnings and time left."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import hashlib
@@ -44,12 +42,6 @@ def function_column(name: str) -> str:
     return f"reward/{name}"
 
 
-def read_header(path: Path) -> list[str]:
-    """The columns of a log; an empty list for an empty file."""
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        return next(csv.reader(file), [])
-
-
 class CsvLog:
     """A CSV whose rows a killed run keeps: each write is flushed. Raises ValueError for a file with other columns."""
 
@@ -58,9 +50,11 @@ class CsvLog:
         self.file = path.open("a+b")
         self.file.seek(0)
         self.digest = hashlib.file_digest(self.file, "sha256")  # `write` continues it.
+        with path.open(newline="", encoding="utf-8", errors="replace") as text:
+            header = next(csv.reader(text), [])
         if not self.file.tell():
             self.write([{name: name for name in self.columns}])
-        elif (header := read_header(path)) != self.columns:
+        elif header != self.columns:
             columns = f"{path} has the columns {', '.join(header)}, and this run has {', '.join(self.columns)}"
             raise ValueError(f"{columns}: finish the run with the version that began it")
 

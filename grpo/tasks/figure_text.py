@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured figures as text: for tables in the terminal and for the report of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,8 +32,7 @@ def with_interval(figures: Mapping[str, object], name: str, digits: str = ".3f",
 
 
 def verdict_of(low: float, high: float) -> str:
-    """A verdict from the ends of the 95% interval of the trained model's improvement over the base model; these are NaN
-    if there is no interval."""
+    """A verdict from the 95% interval of the trained model's gain over the base model; its ends are NaN if unknown."""
     if low > 0:
         return "the trained model is better than the base model"
     if high < 0:

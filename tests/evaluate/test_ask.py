@@ -15,6 +15,7 @@ from conftest import QUESTION, ROOT, SYSTEM, read_csv, write_csv
 from safetensors.torch import load_file, save_file
 
 from grpo.run.folder import ADAPTER
+from grpo.settings import InputError
 
 
 @pytest.fixture
@@ -85,8 +86,9 @@ def test_lengths_come_from_the_environment_where_they_are_set(adapter, capsys, m
     settings = {"MODEL_ID": "tiny", "MAX_PROMPT_LEN": 20, "MAX_COMPLETION_LEN": 8, "TOP_P": 0.9}
     (adapter / "settings.json").write_text(json.dumps({"settings": settings}))
     monkeypatch.setenv("TOP_P", "2")  # the run's is what counts
-    assert ask.main([str(adapter), QUESTION, "--serve"]) == 2
-    needed = capsys.readouterr().err.partition("or set MAX_PROMPT_LEN=")[2].strip()
+    with pytest.raises(InputError, match="or set MAX_PROMPT_LEN=") as caught:
+        ask.main([str(adapter), QUESTION, "--serve"])
+    needed = str(caught.value).rpartition("=")[2]
     monkeypatch.setenv("MAX_PROMPT_LEN", needed)
     monkeypatch.setenv("MAX_COMPLETION_LEN", "30")
     assert ask.main([str(adapter), QUESTION, "--serve"]) == 0
@@ -105,12 +107,12 @@ def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, cap
     assert "--lora-target-modules qkv_proj o_proj experts " in capsys.readouterr().out
 
 
-def test_an_adapter_that_is_not_whole_is_named(saved_adapter, tmp_path, capsys):
-    assert ask.main([str(tmp_path), "hello", "--model", "tiny"]) == 2
-    assert "it lacks adapter_config.json and adapter_model.safetensors. Name" in capsys.readouterr().err
+def test_an_adapter_that_is_not_whole_is_named(saved_adapter, tmp_path):
+    with pytest.raises(InputError, match=r"it lacks adapter_config.json and adapter_model.safetensors\. Name"):
+        ask.main([str(tmp_path), "hello", "--model", "tiny"])
     (shutil.copytree(saved_adapter, tmp_path / "best") / "best.json").write_text('{"adapter_sha256": "0"}')
-    assert ask.main([str(tmp_path / "best"), "hello", "--model", "tiny"]) == 2
-    assert "adapter_model.safetensors is damaged" in capsys.readouterr().err
+    with pytest.raises(InputError, match="adapter_model.safetensors is damaged"):
+        ask.main([str(tmp_path / "best"), "hello", "--model", "tiny"])
 
 
 def test_a_command_line_asks_for_one_thing():

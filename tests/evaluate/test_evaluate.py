@@ -107,7 +107,7 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     files = find_model("tiny", problems)
     assert not problems and settings.SEED == 5
     prompts = [RENDERED.format(f"hour 8 store {kwh} load 30") for kwh in (50, 100, 150) for _ in range(2)]
-    model = VllmModel(dataclasses.replace(settings, DRAFT_MODEL="/draft"), files, str(tiny), folder, H100, prompts)
+    model = VllmModel(dataclasses.replace(settings, DRAFT_MODEL="/draft"), files, folder, H100, prompts)
     assert not model.engine.settings.DRAFT_MODEL, "the plan made no room for it"
     base, trained = (model.complete(prompts, 2, greedy=True, base=base) for base in (True, False))
     assert len(base) == len(trained) == 6 and base != trained
@@ -116,10 +116,10 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     assert stub.calls[:2] == ["sleep", "wake_up"] and "sleep" not in stub.calls[2:], "awake from the start on"
     config = read_json(folder / "adapter_config.json")
     (folder / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": ["1.mlp.experts.down_proj"]}))
-    wider = VllmModel(settings, files, str(tiny), folder, H100, prompts).engine.llm.lora_target_modules
+    wider = VllmModel(settings, files, folder, H100, prompts).engine.llm.lora_target_modules
     assert (stub.lora_target_modules, wider) == (["qkv_proj", "o_proj"], ["qkv_proj", "o_proj", "experts"])
     with pytest.raises(EngineError, match="of the GPU"):
-        VllmModel(settings, files, str(tiny), None, dataclasses.replace(H100, gpu_free=0.0), prompts)
+        VllmModel(settings, files, None, dataclasses.replace(H100, gpu_free=0.0), prompts)
 
 
 @pytest.mark.parametrize(("seed", "is_taken"), [("42", True), ("43", False)])

@@ -20,9 +20,10 @@ from stub_vllm import stub_engine
 from grpo.data import files
 from grpo.data.files import data_fingerprint
 from grpo.data.heldout import date_of, hold_out
+from grpo.data.scoring import RewardError
 from grpo.evaluate import by_hand
 from grpo.run.durable import read_sealed
-from grpo.settings import Problems
+from grpo.settings import InputError, Problems
 
 HEADER = ["date", "question", "reward_action_0", "reward_action_1"]
 SETTINGS = {
@@ -124,8 +125,8 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
         assert result[part]["tokens_max"] <= 12
     arguments[-1] = "short_answers:needs_epoch"
     assert ev.main([*arguments, "--samples", "1", "--out", "y.json"]) == 0, "the state that the check gave"
-    assert ev.main([*arguments, "--samples", "6", "--out", "z.json"]) == 1
-    assert "short_answers:needs_epoch raised ValueError: no such row" in capsys.readouterr().err
+    with pytest.raises(RewardError, match="short_answers:needs_epoch raised ValueError: no such row"):
+        ev.main([*arguments, "--samples", "6", "--out", "z.json"])
 
 
 @pytest.mark.parametrize(
@@ -144,10 +145,8 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
 def test_wrong_input_is_named(arguments, words, tmp_path, capsys, monkeypatch):
     write_csv(tmp_path / "bare.csv", ["prompt"], [["question"]])
     monkeypatch.chdir(tmp_path)
-    try:
-        code = ev.main(arguments)
-    except SystemExit as error:
-        code = error.code
-    shown = capsys.readouterr().err
-    assert code == 2 and all(part in shown for part in words.split("|")), shown
+    with pytest.raises((InputError, SystemExit)) as caught:
+        ev.main(arguments)
+    shown = f"{capsys.readouterr().err} {caught.value}"
+    assert all(part in shown for part in words.split("|")), shown
     assert [path.name for path in tmp_path.iterdir()] == ["bare.csv"]

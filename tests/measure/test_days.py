@@ -13,6 +13,7 @@ import pytest
 from conftest import CLEAN
 
 from grpo.measure.days import read_split, write_data
+from grpo.settings import InputError
 from grpo.tasks.tes import profiles as tes
 from grpo.tasks.tes.profiles import profile_csv, read_profile, synthetic_profile
 
@@ -80,13 +81,14 @@ REFUSED = [  # What spoils the folder, options, and words of the answer.
 
 
 @pytest.mark.parametrize(("spoil", "options", "words"), REFUSED)
-def test_what_cannot_be_used_is_refused(tmp_path, capsys, monkeypatch, spoil, options, words):
+def test_what_cannot_be_used_is_refused(tmp_path, monkeypatch, spoil, options, words):
     monkeypatch.setattr("grpo.measure.days.run_child", None)  # nothing is started
     folder = fill(tmp_path / "days")
     if spoil:
         spoil(folder)
-    assert script.main([str(folder), "--out", str(tmp_path / "out"), *options]) == 2
-    assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+    with pytest.raises(InputError) as caught:
+        script.main([str(folder), "--out", str(tmp_path / "out"), *options])
+    assert words in "\n".join(caught.value.args) and not (tmp_path / "out").exists()
 
 
 def test_two_steps_on_real_files_of_days(tmp_path, capfd, monkeypatch):

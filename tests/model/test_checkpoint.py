@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from grpo.model.checkpoint import new_directory
-from grpo.model.gptoss_format import GPT_OSS_20B, ModelError
+from grpo.model.gptoss_format import GPT_OSS_20B
 from grpo.model.random_weights import MATRIX_GAIN, write_full
 from grpo.plan.hub import TINY_PATH
+from grpo.settings import InputError
 
 SMALL = GPT_OSS_20B | {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4, "head_dim": 16,
@@ -63,10 +64,10 @@ def test_a_folder_is_written_by_one_process_and_what_a_killed_one_left_is_remove
     (left / "half").write_text("x")
     with new_directory(out) as folder:
         (folder / "whole").write_text("x")
-        with pytest.raises(ModelError, match="another process is writing"), new_directory(out):
+        with pytest.raises(InputError, match="another process is writing"), new_directory(out):
             pass
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "whole"]
-    with pytest.raises(ModelError, match="not empty"), new_directory(out):
+    with pytest.raises(InputError, match="not empty"), new_directory(out):
         pass
 
 

@@ -16,7 +16,7 @@ from grpo.model.warmup import TINY_RECIPE, WARMUP_EXPERTS, WarmUp, figures, forw
 from grpo.model.warmup_rows import PROBE_SEED, WARMUP_SEED, WarmupTensors, readings, stated_numbers, warmup_rows
 from grpo.plan.hub import TINY_PATH
 from grpo.tasks.tes.dataset import synthetic_windows, trajectory
-from grpo.tasks.tes.plant import Plant, step
+from grpo.tasks.tes.plant import step
 from grpo.tasks.tes.profiles import TRAIN_START
 
 pytestmark = pytest.mark.numeric
@@ -104,8 +104,8 @@ def test_readings_are_what_the_hour_would_do():
     """Against the plant itself; nothing in them ranks the actions."""
     ((window, rng),) = synthetic_windows(3, 2, 1, TRAIN_START)
     for _, state in trajectory(window, rng, "full", None):
-        now, plant = state.stamp.hour - 8, Plant()
-        done = step(plant, state.energy_kwh, [0, 1, 2, 3], state.load_kw[now], state.co2[now])
+        now = state.stamp.hour - 8
+        done = step(state.energy_kwh, [0, 1, 2, 3], state.load_kw[now], state.co2[now])
         values = readings(state)
         assert values[:4] == pytest.approx(done.energy_kwh) and values[8:10] == pytest.approx(done.unserved_kwh[:2])
         assert values[10] == (done.unserved_kwh[0] > 0) and values[-1] == state.energy_kwh

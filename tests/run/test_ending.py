@@ -35,6 +35,32 @@ def test_a_reader_that_is_gone_is_the_signal_of_a_pipe():
     assert done.returncode == 141 and not done.stderr, done.stderr
 
 
+FAILURES = """
+import sys
+from grpo.data.scoring import RewardError
+from grpo.run.ending import UnloadableModel, run_script
+from grpo.settings import InputError
+def fail():
+    raise {error}
+sys.exit(run_script(fail))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "shown"),
+    [
+        ("InputError('a: no. Do b', 'c: no. Do d')", 2, "a: no. Do b\nc: no. Do d\n"),
+        ("UnloadableModel('no weights')", 1, "model: no weights\n"),
+        ("RewardError('REWARDS: f raised it')", 1, "REWARDS: f raised it\n"),
+    ],
+)
+def test_a_script_names_what_the_user_can_mend(error, code, shown):
+    program = FAILURES.format(error=error)
+    environ = CLEAN | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ)
+    assert (done.returncode, done.stderr) == (code, shown)
+
+
 SCRIPT = """
 import pathlib, sys, time
 from grpo.run.ending import run_script

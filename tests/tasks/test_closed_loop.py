@@ -21,12 +21,11 @@ from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.closed_loop import RULES, closed_loop
 from grpo.tasks.tes.dataset import rows_csv, trajectory
-from grpo.tasks.tes.plant import Plant
+from grpo.tasks.tes.plant import PLANT
 from grpo.tasks.tes.prompts import prompt_kind, renderer
 from grpo.tasks.tes.record import ClosedLoopPlan, read_windows, run_model
 from grpo.tasks.tes.simulator import SIMULATOR
 
-PLANT = Plant()
 CASES = read_windows(ROOT / "data" / "profile_heldout.csv")
 WINDOWS = [window for _, window in CASES]
 
@@ -34,7 +33,7 @@ WINDOWS = [window for _, window in CASES]
 def test_the_best_action_of_the_exact_values_reproduces_the_optimum():
     trace = closed_loop(WINDOWS, loop.optimal_policy(WINDOWS))
     for priced, window in zip(loop.outcome(trace, WINDOWS)["priced_kg"], WINDOWS, strict=True):
-        solution, low5 = window.solve(PLANT), sum(sorted(window.co2[3].tolist())[:5]) / 5
+        solution, low5 = window.solve(), sum(sorted(window.co2[3].tolist())[:5]) / 5
         value = np.interp(150.0, solution.nodes[0], solution.values[0])
         assert priced == pytest.approx(-PLANT.cost_scale * value + 150.0 * low5 / 4, abs=1e-6)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import re
 from pathlib import Path
 
@@ -14,23 +13,25 @@ import pytest
 from conftest import ROOT, read_csv
 from test_tes_profiles import GOOD, JAPANESE, as_csv, profile_rows
 
-from grpo.tasks.tes.dataset import SEED, profile_files, short_hours, short_windows, synthetic_windows, vary_loads
-from grpo.tasks.tes.plant import HOURS, Plant, q_values
+from grpo.settings import InputError
+from grpo.tasks.tes.dataset import SEED, profile_files, short_hours, synthetic_windows, vary_loads
+from grpo.tasks.tes.plant import HOURS, PLANT, q_values
 from grpo.tasks.tes.profiles import TRAIN_START, Window, cut_windows, synthetic_profile
 
 DATA = ROOT / "data"
 NAMES = ("tes_train.csv", "tes_heldout.csv", "tes_train_compact.csv", "tes_heldout_compact.csv")
 
 
-def test_all_problems_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
     table = profile_rows()
     table[9][1], table[10][2], table[11][0] = "x", "-1", "never"
     (tmp_path / "a.csv").write_text(as_csv(table))
     (tmp_path / "b.csv").write_text(as_csv(profile_rows(2)))
     (tmp_path / "d.csv").write_text(GOOD.replace(",0.3", ",?0.3"))
     profiles = [str(tmp_path / name) for name in ("a.csv", "b.csv", "c.csv", "d.csv")]
-    assert md.main(["--profile", *profiles, "--out", str(tmp_path / "out")]) == 2
-    message = capsys.readouterr().err
+    with pytest.raises(InputError) as caught:
+        md.main(["--profile", *profiles, "--out", str(tmp_path / "out")])
+    message = str(caught.value)
     parts = ["a.csv, row 9, column 'co2'", "row 10, column 'load'", "row 11, column 'datetime'"]
     parts += ["no 4 consecutive days", "c.csv: cannot", "row 96, column"]
     assert all(part in message for part in parts), message
@@ -43,28 +44,26 @@ def test_train_and_heldout_share_nothing() -> None:
         assert not {row["timestamp"] for row in train} & {row["timestamp"] for row in heldout}
         column = "user" if suffix else "prompt"
         assert not {row[column] for row in train} & {row[column] for row in heldout}
-    streams = [synthetic_windows(SEED, stream, 20, TRAIN_START) for stream in range(3)]
-    streams.append(itertools.islice(short_windows(SEED), 20))
+    streams = [synthetic_windows(SEED, stream, 20, TRAIN_START) for stream in range(4)]
     days = [day.tobytes() for stream in streams for window, _ in stream for day in window.co2]
     assert len(days) == len(set(days)) == 4 * 20 * 4
 
 
 def test_short_hours_are_spread_over_the_day_and_exact() -> None:
     """One for each hour: a trajectory hardly ever is short in the afternoon, a policy that empties the storage is."""
-    window, rng = next(short_windows(5))
+    window, rng = next(synthetic_windows(5, 3, 1, TRAIN_START))
     decisions = short_hours(window, rng, "compact")
     assert [state.stamp.hour for _, state in decisions] == list(HOURS)
     assert (
         all(state.short_kwh > 0 for _, state in decisions) and len({state.stamp.date() for _, state in decisions}) > 1
     )
-    plant = Plant()
-    grid = window.solve(plant, start_kwh=np.linspace(0, plant.capacity_kwh, 61))
+    grid = window.solve(start_kwh=np.linspace(0, PLANT.capacity_kwh, 61))
     for row, state in decisions:
         t = len(HOURS) * window.dates.index(state.stamp.date()) + HOURS.index(state.stamp.hour)
         assert row["timestep"] == 24 * (t // len(HOURS)) + state.stamp.hour
         mine = [row[f"q_action_{k}"] for k in range(4)]
         assert np.allclose(mine, q_values(grid, t, state.energy_kwh), atol=0.5)
-        served = [kw >= state.short_kwh for kw in plant.outputs_kw]
+        served = [kw >= state.short_kwh for kw in PLANT.outputs_kw]
         assert served[row["optimal_action"]] or not any(served)
     # An hour without a load cannot be short.
     idle = Window(window.dates, window.co2, np.where(np.arange(10) == 4, 0.0, window.load_kw))
@@ -136,12 +135,12 @@ def test_wrong_command_lines(arguments: list[str], reason: str, capsys: pytest.C
     assert caught.value.code == 2 and reason in capsys.readouterr().err
 
 
-def test_profiles_and_folders_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_profiles_and_folders_that_cannot_be_written(tmp_path: Path) -> None:
     profiles = [tmp_path / name for name in ("a.csv", "b/a.csv")]
     profiles[1].parent.mkdir()
     for path in profiles:
         path.write_text(GOOD)
-    assert md.main(["--profile", *map(str, profiles), "--out", str(tmp_path)]) == 2
-    assert "b/a.csv: another profile has this name too; rename" in capsys.readouterr().err
-    assert md.main(["--out", str(profiles[0])]) == 2
-    assert "choose another --out" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"b/a.csv: another profile has this name too; rename"):
+        md.main(["--profile", *map(str, profiles), "--out", str(tmp_path)])
+    with pytest.raises(InputError, match="choose another --out"):
+        md.main(["--out", str(profiles[0])])

@@ -12,11 +12,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo.tasks.tes.plant import Plant, best_action, q_values, softmax, solve, step
+from grpo.tasks.tes.plant import PLANT, best_action, q_values, softmax, solve, step
 from grpo.tasks.tes.profiles import cut_windows, synthetic_profile
 from grpo.tasks.tes.prompts import State, render_compact
-
-PLANT = Plant()
 
 loads = st.floats(0, 120, allow_subnormal=False)
 intensities = st.floats(0.1, 0.7, allow_subnormal=False)
@@ -50,16 +48,16 @@ def test_values_equal_those_of_brute_force(hours, energy, low, action) -> None:
     """A state that was asked for is exact, and so are those that follow from it."""
     load, co2 = np.array(hours).T
     price = low / 4.0 / 6.0
-    after = float(step(PLANT, energy, action, load[0], co2[0]).energy_kwh)
+    after = float(step(energy, action, load[0], co2[0]).energy_kwh)
     first, second = brute_force(energy, load, co2, price), brute_force(after, load[1:], co2[1:], price)
     for start in (energy, [0.0, energy, 300.0]):
-        solution = solve(PLANT, load, co2, price, start)
+        solution = solve(load, co2, price, start)
         np.testing.assert_allclose(q_values(solution, 0, energy), first, rtol=0, atol=1e-6)
         np.testing.assert_allclose(q_values(solution, 1, after), second, rtol=0, atol=1e-6)
 
 
 def test_reachable_energies_stay_few() -> None:
-    nodes = cut_windows(synthetic_profile(6, 4))[0].solve(PLANT).nodes
+    nodes = cut_windows(synthetic_profile(6, 4))[0].solve().nodes
     assert len(nodes) == 31 and all(reached.size <= 10 * (t + 1) for t, reached in enumerate(nodes))
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A policy runs the plant hour by hour: rules, the optimum, or a model."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +10,10 @@ import numpy as np
 import rewards
 from grpo.phases import with_progress
 from grpo.tasks.tes import plant as tes
-from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant
+from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, PLANT, START_KWH
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import State, state_at
 
-PLANT = Plant()
 DECISIONS = DECISION_DAYS * len(HOURS)
 Policy = Callable[[Sequence[State]], Sequence[int | None]]  # one action for each state; None: the answer names none
 Ask = Callable[[Sequence[str], int], Sequence[str]]  # ask(prompts, hour): a completion of each prompt
@@ -45,10 +42,10 @@ def closed_loop(windows: Sequence[Window], policy: Policy) -> Trace:
     steps: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
     for t in with_progress("", range(DECISIONS), "decision", DECISIONS):
         day, i = divmod(t, len(HOURS))
-        answers = policy([state_at(w, PLANT, t, e) for w, e in zip(windows, energy, strict=True)])
+        answers = policy([state_at(w, t, e) for w, e in zip(windows, energy, strict=True)])
         actions = np.array([SAFE_ACTION if answer is None else answer for answer in answers], dtype=int)
         load, co2 = (np.array([getattr(w, name)[day, i] for w in windows]) for name in ("load_kw", "co2"))
-        after = tes.step(PLANT, energy, actions, load, co2)
+        after = tes.step(energy, actions, load, co2)
         energy = after.energy_kwh
         steps.append((actions, energy, after.emissions_kg, after.unserved_kwh))
     return Trace(*(np.stack(column, axis=1) for column in zip(*steps, strict=True)))
@@ -77,11 +74,11 @@ def expected_loop(windows: Sequence[Window], probabilities: Callable[[Sequence[S
     window, energy, weight = np.arange(count), np.full(count, START_KWH), np.ones(count)
     for t in with_progress("", range(DECISIONS), "decision", DECISIONS):
         day, i = divmod(t, len(HOURS))
-        states = [state_at(windows[w], PLANT, t, e) for w, e in zip(window.tolist(), energy, strict=True)]
+        states = [state_at(windows[w], t, e) for w, e in zip(window.tolist(), energy, strict=True)]
         p = probabilities(states).astype(float)
         unparsed = 1 - p.sum(axis=1)
         p[:, SAFE_ACTION] += unparsed
-        after = tes.step(PLANT, energy[:, None], actions, load_kw[window, day, i, None], co2[window, day, i, None])
+        after = tes.step(energy[:, None], actions, load_kw[window, day, i, None], co2[window, day, i, None])
         joint = weight[:, None] * p
         discharged = np.maximum(energy[:, None] - after.energy_kwh, 0.0)
         hourly = {"co2_kg": after.emissions_kg, "unserved_kwh": after.unserved_kwh, "cycled_kwh": discharged}
@@ -118,7 +115,7 @@ def expected_outcome(sums: Expectation, windows: Sequence[Window]) -> dict[str, 
     """The figures of `mean` in closed_loop.json, (W,). `priced_kg` is the plant's own objective of `plant.solve` in kg
     CO2: emissions, plus 10 kg for each unserved kWh, minus the worth of the energy gained in the storage. So serving no
     load or emptying the storage does not improve it."""
-    prices = [tes.terminal_price(PLANT, window.co2[DECISION_DAYS]) * PLANT.cost_scale for window in windows]
+    prices = [tes.terminal_price(window.co2[DECISION_DAYS]) * PLANT.cost_scale for window in windows]
     unserved = PLANT.unserved_kg_per_kwh * sums.unserved_kwh
     return {
         "co2_kg": sums.co2_kg,
@@ -164,7 +161,7 @@ RULES |= {"follow_the_load": follow_the_load, "charge_when_clean": charge_when_c
 
 def optimal_policy(windows: Sequence[Window]) -> Policy:
     """The exact optimum of each window (`plant.solve`). The policy counts the hours, so it serves a single pass."""
-    solutions, hours = [window.solve(PLANT) for window in windows], itertools.count()
+    solutions, hours = [window.solve() for window in windows], itertools.count()
 
     def policy(states: Sequence[State]) -> list[int]:
         t = next(hours)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training rows and held-out rows: decisions along trajectories through windows of the plant's days."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -15,7 +13,7 @@ import numpy as np
 
 from grpo.settings import ROOT, InputError
 from grpo.tasks.tes import profiles as tes_profiles
-from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant, best_action, q_values, softmax, step
+from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, PLANT, START_KWH, best_action, q_values, softmax, step
 from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, Profile, Window, cut_windows
 from grpo.tasks.tes.prompts import State, render_compact, render_full, state_at
 
@@ -30,7 +28,6 @@ TRAIN_STREAM, HELDOUT_STREAM, ROWS_STREAM, SHORT_STREAM = 0, 1, 2, 3
 MOST_DRAWS = 200  # times at most that short hours are drawn from each window of a profile
 DATA_DIR = ROOT / "data"
 CONTEXT_COLUMNS = {"full": ("prompt",), "compact": ("system", "user")}
-PLANT = Plant()
 CsvRow = dict[str, Any]  # cells by column
 Decision = tuple[CsvRow, State]  # a row of the CSV, and the state that its prompt describes
 
@@ -47,7 +44,7 @@ def trajectory(
     q_action_k, reward_action_k (floats).
     """
     energy = round(float(rng.uniform(0.0, PLANT.capacity_kwh)), 1) if start_kwh is None else start_kwh
-    solution = window.solve(PLANT, start_kwh=energy)
+    solution = window.solve(start_kwh=energy)
     decisions = []
     for t in range(DECISION_DAYS * len(HOURS)):
         day, i = divmod(t, len(HOURS))
@@ -55,14 +52,13 @@ def trajectory(
         # Both numbers are drawn in every hour, so that those of later hours do not depend on `explore`.
         chance, random_action = rng.random(), int(rng.integers(len(PLANT.ratios)))
         action = random_action if chance < explore else decisions[-1][0]["optimal_action"]
-        energy = float(step(PLANT, energy, action, window.load_kw[day, i], window.co2[day, i]).energy_kwh)
+        energy = float(step(energy, action, window.load_kw[day, i], window.co2[day, i]).energy_kwh)
     return decisions
 
 
 def decision_at(window: Window, t: int, energy_kwh: float, q: np.ndarray, prompt: str) -> Decision:
-    """The row and the state of decision `t` of a window, given the values `q` of its K actions. `trajectory` lists the
-    row's keys."""
-    state = state_at(window, PLANT, t, energy_kwh)
+    """The row (keys: see `trajectory`) and state of a window's decision `t`, given the values `q` of its K actions."""
+    state = state_at(window, t, energy_kwh)
     texts = (render_full(state),) if prompt == "full" else render_compact(state)
     day, i = divmod(t, len(HOURS))
     row = {
@@ -88,7 +84,7 @@ def short_hours(window: Window, rng: np.random.Generator, prompt: str) -> list[D
         load, t = window.load_kw[day, i], len(HOURS) * day + i
         energy = math.floor(10 * share * load) / 10
         if energy < load:
-            rest = window.solve(PLANT, t, start_kwh=energy)
+            rest = window.solve(t, start_kwh=energy)
             decisions.append(decision_at(window, t, energy, q_values(rest, 0, energy), prompt))
     return decisions
 
@@ -123,11 +119,6 @@ def synthetic_windows(
         yield cut_windows(profile)[0], np.random.default_rng((seed, stream, i, 1))
 
 
-def short_windows(seed: int) -> Iterator[tuple[Window, np.random.Generator]]:
-    """Endless windows to take short hours from, of a random stream of their own."""
-    return synthetic_windows(seed, SHORT_STREAM, None, TRAIN_START)
-
-
 def rows_csv(rows: list[CsvRow]) -> str:
     """Writes rows as CSV text; eight decimals, so that all machines write the same bytes."""
     columns = list(rows[0])
@@ -148,7 +139,8 @@ def synthetic_files(
     for prompt in prompts:
         drawn = synthetic_windows(seed, TRAIN_STREAM, train[prompt], TRAIN_START)
         trajectories = (trajectory(vary_loads(window, rng, factor[prompt]), rng, prompt, None) for window, rng in drawn)
-        for_short = ((vary_loads(window, rng, factor[prompt]), rng) for window, rng in short_windows(seed))
+        drawn = synthetic_windows(seed, SHORT_STREAM, None, TRAIN_START)
+        for_short = ((vary_loads(window, rng, factor[prompt]), rng) for window, rng in drawn)
         rows = with_short_hours(list(itertools.chain.from_iterable(trajectories)), for_short, prompt, SHORT_SHARE)
         yield file_name("train", prompt), rows_csv(rows)
         drawn = synthetic_windows(seed, HELDOUT_STREAM, heldout[prompt], HELDOUT_START)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thermal energy storage (TES) plant: one hour of it, and the exact optimum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +32,9 @@ class Plant:
         return self.rated_kw * np.asarray(self.ratios)
 
 
+PLANT = Plant()
+
+
 class Step(NamedTuple):
     """The result of one hour; every field has the broadcast shape of the inputs of `step`."""
 
@@ -43,18 +44,18 @@ class Step(NamedTuple):
     unserved_kwh: np.ndarray  # load that neither heat pump nor storage served
 
 
-def step(plant: Plant, energy_kwh: ArrayLike, action: ArrayLike, load_kw: ArrayLike, co2_kg_per_kwh: ArrayLike) -> Step:
+def step(energy_kwh: ArrayLike, action: ArrayLike, load_kw: ArrayLike, co2_kg_per_kwh: ArrayLike) -> Step:
     """Runs the plant for one hour; all arguments broadcast against each other.
 
     The heat pump serves the load first, then the storage does. Surplus charges the storage up to its capacity, the rest
     is lost. Electricity follows the scheduled output, so heat that is lost costs as much as heat that is used.
     """
-    output, load, co2 = plant.outputs_kw[np.asarray(action)], np.asarray(load_kw), np.asarray(co2_kg_per_kwh)
+    output, load, co2 = PLANT.outputs_kw[np.asarray(action)], np.asarray(load_kw), np.asarray(co2_kg_per_kwh)
     balance = np.asarray(energy_kwh) + (output - load)  # one-hour steps: kW and kWh have the same number
-    energy = np.clip(balance, 0.0, plant.capacity_kwh)
+    energy = np.clip(balance, 0.0, PLANT.capacity_kwh)
     unserved = np.maximum(-balance, 0.0)
-    emissions = output / plant.cop * co2
-    reward = -(emissions + plant.unserved_kg_per_kwh * unserved) / plant.cost_scale
+    emissions = output / PLANT.cop * co2
+    reward = -(emissions + PLANT.unserved_kg_per_kwh * unserved) / PLANT.cost_scale
     return Step(*np.broadcast_arrays(energy, reward, emissions, unserved))
 
 
@@ -63,29 +64,26 @@ def low_co2(co2: np.ndarray) -> float:
     return float(np.mean(np.sort(co2)[:LOW_HOURS]))
 
 
-def terminal_price(plant: Plant, next_co2: np.ndarray) -> float:
+def terminal_price(next_co2: np.ndarray) -> float:
     """Value of a stored kWh after the last decision: the cost of making it in the next day's lowest-CO2 hours."""
-    return low_co2(next_co2) / plant.cop / plant.cost_scale
+    return low_co2(next_co2) / PLANT.cop / PLANT.cost_scale
 
 
 @dataclass(frozen=True)
 class Solution:
     """Optimal values of T decisions; index t is the time before decision t, index T the end."""
 
-    plant: Plant
     load_kw: np.ndarray  # (T,)
     co2: np.ndarray  # (T,) [kg/kWh]
     nodes: tuple[np.ndarray, ...]  # T + 1 ascending arrays of storage energies [kWh]
     values: tuple[np.ndarray, ...]  # T + 1 arrays: the best reward to come from each node
 
 
-def solve(
-    plant: Plant, load_kw: ArrayLike, co2_kg_per_kwh: ArrayLike, price_per_kwh: float, start_kwh: ArrayLike = START_KWH
-) -> Solution:
+def solve(load_kw: np.ndarray, co2: np.ndarray, price_per_kwh: float, start_kwh: ArrayLike = START_KWH) -> Solution:
     """Dynamic programming backwards over T decisions (night hours change nothing, so they are left out).
 
-    load_kw, co2_kg_per_kwh: shape (T,). price_per_kwh: value of a kWh that is left at the end. start_kwh: one energy or
-    several, shape (S,). Raises ValueError if the shapes differ.
+    load_kw, co2: shape (T,). price_per_kwh: value of a kWh that is left at the end. start_kwh: one energy or several,
+    shape (S,).
 
     An even grid of energies would not be exact: where a low output just fails to serve a load, the value falls by up to
     10/6 per kWh within a fraction of a kWh, and interpolation smears that over a cell. So the nodes of each hour are
@@ -93,19 +91,16 @@ def solve(
     exact. They stay few because the outputs and the capacity are multiples of 100/3 kWh: an energy is determined by its
     last visit to an empty or full storage and by the thirds put in since, at most 10 (t + 1) from one start.
     """
-    load, co2 = np.asarray(load_kw, float), np.asarray(co2_kg_per_kwh, float)
-    if load.ndim != 1 or load.shape != co2.shape:
-        raise ValueError(f"load_kw {load.shape} and co2_kg_per_kwh {co2.shape} must both have shape (T,)")
-    actions = np.arange(len(plant.ratios))[:, None]
+    actions = np.arange(len(PLANT.ratios))[:, None]
     nodes = [distinct_energies(np.atleast_1d(np.asarray(start_kwh, float)))]
-    for t in range(load.size):
-        nodes.append(distinct_energies(step(plant, nodes[t], actions, load[t], co2[t]).energy_kwh.ravel()))
+    for t in range(len(load_kw)):
+        nodes.append(distinct_energies(step(nodes[t], actions, load_kw[t], co2[t]).energy_kwh.ravel()))
     # Backward: values. Each successor is a node up to rounding, and interpolation is continuous at nodes.
     values = [price_per_kwh * nodes[-1]]
-    for t in reversed(range(load.size)):
-        after = step(plant, nodes[t], actions, load[t], co2[t])
+    for t in reversed(range(len(load_kw))):
+        after = step(nodes[t], actions, load_kw[t], co2[t])
         values.append((after.reward + np.interp(after.energy_kwh, nodes[t + 1], values[-1])).max(axis=0))
-    return Solution(plant, load, co2, tuple(nodes), tuple(reversed(values)))
+    return Solution(load_kw, co2, tuple(nodes), tuple(reversed(values)))
 
 
 def distinct_energies(energies: np.ndarray) -> np.ndarray:
@@ -117,8 +112,8 @@ def distinct_energies(energies: np.ndarray) -> np.ndarray:
 def q_values(solution: Solution, t: int, energy_kwh: float | np.ndarray) -> np.ndarray:
     """Value of each action at decision t from `energy_kwh` (any shape S) and optimal afterwards; shape S + (K,)."""
     energy = np.asarray(energy_kwh, float)[..., None]
-    actions = np.arange(len(solution.plant.ratios))
-    after = step(solution.plant, energy, actions, solution.load_kw[t], solution.co2[t])
+    actions = np.arange(len(PLANT.ratios))
+    after = step(energy, actions, solution.load_kw[t], solution.co2[t])
     return after.reward + np.interp(after.energy_kwh, solution.nodes[t + 1], solution.values[t + 1])
 
 
@@ -128,7 +123,6 @@ def best_action(q: np.ndarray) -> int:
 
 
 def softmax(q: np.ndarray) -> np.ndarray:
-    """Softmax of action values, in units of TEMPERATURE, over the last axis; the largest is subtracted first, so
-    nothing overflows."""
+    """Softmax of action values in units of TEMPERATURE over the last axis; less the largest, so nothing overflows."""
     weights = np.exp((q - q.max(axis=-1, keepdims=True)) / TEMPERATURE)
     return weights / weights.sum(axis=-1, keepdims=True)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hourly profiles of CO2 intensity and cooling load: read from CSVs, or synthetic."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io
@@ -18,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from grpo.settings import InputError
-from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Plant, Solution, solve, terminal_price
+from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Solution, solve, terminal_price
 
 TRAIN_START, HELDOUT_START = date(2025, 4, 7), date(2025, 9, 1)  # Mondays; a window starts on every Monday
 
@@ -40,11 +38,10 @@ class Window:
     co2: np.ndarray  # (4, 10) [kg/kWh]
     load_kw: np.ndarray  # (4, 10)
 
-    def solve(self, plant: Plant, first: int = 0, start_kwh: ArrayLike = START_KWH) -> Solution:
-        """Solves the decisions of the window from number `first` on, for one storage energy at their start or
-        several."""
+    def solve(self, first: int = 0, start_kwh: ArrayLike = START_KWH) -> Solution:
+        """Solves the window's decisions from number `first` on, for one storage energy at their start or several."""
         load_kw, co2 = (values[:DECISION_DAYS].ravel()[first:] for values in (self.load_kw, self.co2))
-        return solve(plant, load_kw, co2, terminal_price(plant, self.co2[DECISION_DAYS]), start_kwh)
+        return solve(load_kw, co2, terminal_price(self.co2[DECISION_DAYS]), start_kwh)
 
 
 def cut_windows(profile: Profile) -> list[Window]:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plant's state before a decision, and the prompts that describe it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,14 +8,13 @@ from datetime import datetime, time
 
 import numpy as np
 
-from grpo.tasks.tes.plant import HOURS, Plant, low_co2
+from grpo.tasks.tes.plant import HOURS, PLANT, low_co2
 from grpo.tasks.tes.profiles import Window
 
 
 @dataclass(frozen=True)
 class State:
-    """The plant before a decision, as a prompt describes it; arrays cover the ten decision hours of a day, shape
-    (10,)."""
+    """The plant before a decision, as a prompt describes it; arrays (10,) cover the decision hours of a day."""
 
     stamp: datetime  # start of the hour that is decided on
     energy_kwh: float
@@ -25,7 +22,6 @@ class State:
     co2: np.ndarray  # today [kg/kWh]
     next_load_kw: np.ndarray  # the next day
     next_co2: np.ndarray  # the next day [kg/kWh]
-    plant: Plant = Plant()
 
     @property
     def short_kwh(self) -> float:
@@ -33,12 +29,12 @@ class State:
         return max(0.0, float(self.load_kw[HOURS.index(self.stamp.hour)]) - self.energy_kwh)
 
 
-def state_at(window: Window, plant: Plant, t: int, energy_kwh: float) -> State:
+def state_at(window: Window, t: int, energy_kwh: float) -> State:
     """The state that the prompt of decision t of a window describes, in the CSVs as in the closed loop."""
     day, i = divmod(t, len(HOURS))
     stamp = datetime.combine(window.dates[day], time(HOURS[i]))
     today, after = (window.load_kw[day], window.co2[day]), (window.load_kw[day + 1], window.co2[day + 1])
-    return State(stamp, float(energy_kwh), *today, *after, plant)
+    return State(stamp, float(energy_kwh), *today, *after)
 
 
 # The text below is an interface: it is what the users' files say, word for word.
@@ -122,7 +118,7 @@ def render_full(state: State) -> str:
         load_mean=np.mean(state.next_load_kw),
         co2_low=low_co2(state.next_co2),
         co2_min=np.min(state.next_co2),
-        plant=state.plant,
+        plant=PLANT,
     )
     messages = (("system", FULL_SYSTEM), ("developer", FULL_DEVELOPER), ("user", user))
     return "".join(f"<|start|>{role}<|message|>{text}<|end|>" for role, text in messages) + "<|start|>assistant"
@@ -140,20 +136,16 @@ def render_compact(state: State) -> tuple[str, str]:
     """
     now = state.stamp.hour - HOURS[0]
     load, later_load, later_co2 = state.load_kw[now], state.load_kw[now + 1 :], state.co2[now + 1 :]
-    store, capacity, rated = state.energy_kwh, state.plant.capacity_kwh, state.plant.rated_kw
+    store, capacity, rated = state.energy_kwh, PLANT.capacity_kwh, PLANT.rated_kw
     next_co2, co2 = low_co2(state.next_co2), state.co2[now]
     need = later_load.sum() - max(store - load, 0.0)
     words = {"hour": state.stamp.hour, "store": 100 * store / capacity, "load": load, "co2": 100 * co2}
     words |= {"next": 100 * next_co2, "gain": 50 + 100 * (next_co2 - co2)}
     words |= {"short": min(rated, load - store), "room": min(rated, load + capacity - store)}
     words |= {"need": need / 10, "rank": (later_co2 < co2).sum(), "ahead": 100 * later_co2, "loads": later_load}
-    texts = (" ".join([word, *map(str, map(vocabulary_number, np.atleast_1d(value)))]) for word, value in words.items())
-    return COMPACT_SYSTEM, " ".join(texts)
-
-
-def vocabulary_number(value: float) -> int:
-    """Rounds to an integer and clips to 0..200: one token in the tiny model's vocabulary."""
-    return min(200, max(0, round(float(value))))
+    # Each integer from 0 to 200 is one token in the tiny model's vocabulary.
+    numbers = {word: np.atleast_1d(value).round().clip(0, 200).astype(int) for word, value in words.items()}
+    return COMPACT_SYSTEM, " ".join(" ".join([word, *map(str, values)]) for word, values in numbers.items())
 
 
 def prompt_kind(conversations: Sequence[Sequence[tuple[str, str]]]) -> str | None:

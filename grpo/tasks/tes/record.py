@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """closed_loop.json: what each policy did in each window, and the totals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +45,7 @@ class ClosedLoopPlan(SimulationPlan):
     render: Callable[[State], str] = render_full
 
     def opening_prompts(self) -> list[str]:
-        return [self.render(state_at(window, loop.PLANT, 0, START_KWH)) for window in self.windows]
+        return [self.render(state_at(window, 0, START_KWH)) for window in self.windows]
 
 
 def new_record(plan: ClosedLoopPlan, settings: Settings, samples: int, exact: bool = False) -> Record:
@@ -141,8 +139,7 @@ def add_totals(record: Record) -> None:
 
 
 def keep_base(record: Record, earlier: Record) -> None:
-    """Copies the base model's policies, sampled and greedy, from an earlier record of the same windows, samples and
-    settings."""
+    """Copies the base model's policies, sampled and greedy, from an earlier record of the same measurement."""
 
     def conditions(measured: Record) -> list[object]:
         inputs = [[window.get(key) for key in ("name", "load_kw", "co2_kg_per_kwh")] for window in measured["windows"]]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TES plant as the simulator of its task: the model controls it through the windows of EVAL_PROFILE."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -16,7 +14,8 @@ from grpo.settings import InputError, Problems, Settings
 from grpo.tasks.figure_text import finite_number, object_at, table_lines, verdict_of, with_interval
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
-from grpo.tasks.tes.closed_loop import DECISIONS, PLANT
+from grpo.tasks.tes.closed_loop import DECISIONS
+from grpo.tasks.tes.plant import PLANT
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import prompt_kind, renderer
 from grpo.tasks.tes.record import ClosedLoopPlan
@@ -35,8 +34,7 @@ RARE_LOSSES = (  # measured with such losses; docs/evaluation.md says the same
 
 
 def skip_reason(settings: Settings, kind: str | None, use_vllm: bool, is_chosen: bool) -> str:
-    """Why the closed loop does not run beside held-out prompts of this kind (None: other prompts, or none); empty if it
-    does run."""
+    """Why the closed loop does not run beside held-out prompts of this kind (None: others or none); else empty."""
     if not settings.EVAL_SAMPLES:
         return "EVAL_SAMPLES=0"
     if settings.EVAL_PROFILE is not None and not settings.EVAL_PROFILE.strip():
