@@ -9,8 +9,6 @@ import json
 
 import pytest
 from conftest import RENDERED, write_csv
-from hypothesis import given
-from hypothesis import strategies as st
 from machines import only
 from test_formats import load
 from tokenizers import Tokenizer
@@ -21,7 +19,6 @@ from grpo.data.files import MOST_PROBLEMS, Row, read_rows, reward_columns
 from grpo.data.prompts import answer_of, compile_template, count_tokens, prompt_order, render, render_rows
 from grpo.settings import Problems, Settings
 
-USER = ["user", "reward_action_0", "reward_action_1"]
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 GOOD = [RENDERED.format("a"), "0.25", "0.75"]
 
@@ -33,21 +30,6 @@ def load_table(path, header, *rows):
 def load_json(path, **columns):
     path.write_text(json.dumps(columns))
     return load(path)
-
-
-ACCEPTED = [
-    ("plain text is the user's message", HEADER, ["Go", 0.5, 0.25], [("user", "Go")]),
-    ("columns in any order", ["user", "reward_action_1", "reward_action_0"], ["Go", 0.25, 0.5], [("user", "Go")]),
-    ("no rewards: q_action_k is a column like others", ["user", "q_action_0"], ["Go", "why"], [("user", "Go")]),
-    ("spaces, exponents, signs", [" user ", *USER[1:]], ["Go", " 5e-1 ", "+.25"], [("user", "Go")]),
-]
-
-
-@pytest.mark.parametrize(("reason", "header", "row", "messages"), ACCEPTED)
-def test_accepted(tmp_path, reason, header, row, messages):
-    rows, problems = load_table(tmp_path / "d.csv", header, row)
-    assert not problems and rows[0].messages == tuple(messages), reason
-    assert rows[0].rewards == ((0.5, 0.25) if len(header) > 2 else ()) and rows[0].id == "d:1"
 
 
 TALK = [{"role": "system", "content": "s"}, {"role": "user", "content": "it's 7"}]
@@ -64,20 +46,23 @@ def test_messages_may_be_text(tmp_path, write):
     assert rows[1].messages == (("user", "[{in braces}]"),) and rows[1].trl_prompt == "[{in braces}]"
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_fine(tmp_path):
-    (tmp_path / "bom.csv").write_bytes("\ufeffuser,reward_action_0,reward_action_1\r\nzähle,1,2\r\n".encode())
+def test_a_byte_order_mark_windows_line_ends_and_any_order_of_columns_are_fine(tmp_path):
+    (tmp_path / "bom.csv").write_bytes("\ufeffuser,reward_action_1,reward_action_0\r\nzähle,2,1\r\n".encode())
     rows, problems = load(tmp_path / "bom.csv")
     assert not problems and rows[0].messages == (("user", "zähle"),) and rows[0].rewards == (1.0, 2.0)
 
 
 def test_values_are_numbers_for_reward_functions_and_text_for_the_fingerprint(tmp_path):
-    """The fingerprint that a run knows its rows by is of the text, as before q_action_k meant anything."""
-    header = ["user", "q_action_1", "q_action_0", "reward_action_0", "reward_action_1"]
-    rows, problems = load_table(tmp_path / "d.csv", header, ["Go", "-2.50", " -1e1", 0.5, 0.5])
+    """The fingerprint that a run knows its rows by is of the text, as before q_action_k meant anything. Without rewards
+    q_action_k is a column like any other."""
+    header = [" user ", "q_action_1", "q_action_0", "reward_action_0", "reward_action_1"]
+    rows, problems = load_table(tmp_path / "d.csv", header, ["Go", "-2.50", " -1e1", " 5e-1 ", "+.5"])
     assert not problems and rows[0].q == (-10.0, -2.5) and rows[0].columns["q_action_1"] == "-2.50"
     columns = reward_columns(rows[0])
     assert (columns["q_action_0"], columns["q_action_1"]) == (-10.0, -2.5)
     assert files.data_fingerprint(rows) == "7bf070af97604a8119eb742513657fadf57e320f6c110841001d358ecb912ea2"
+    rows, problems = load_table(tmp_path / "d.csv", ["user", "q_action_0"], ["Go", "why"])
+    assert not problems and rows[0].rewards == rows[0].q == ()
 
 
 TWO = "user,reward_action_0,reward_action_1"
@@ -92,7 +77,6 @@ REFUSED = {  # content of the file -> part of the problem
     "user,reward_action_0\nx,1\n": "only one action",
     f"user,{TWO}\nx,y,1,2\n": "'user' stands there twice",
     f'{TWO}\n"two\nlines",1,2\ny,abc,2\n': "row 2 (line 4), column reward_action_0: 'abc'",
-    f"{TWO}\nx,1,\n": f"{FIRST}, column reward_action_1: '' is not a finite number",
     f"{VALUES}\nx,1,2,3,inf\n": f"{FIRST}, column q_action_1: 'inf' is not a finite number",
     f"{TWO},q_action_0\nx,1,2,3\n": "header: there are q_action_0, but 2 columns reward",
     f"{TWO}\nx,1\n": f"{FIRST}: it has 2 cells, the header has 3",
@@ -188,16 +172,9 @@ def test_names_that_cannot_be_used(tmp_path):
         assert words in only(problems)
 
 
-@given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 120))
-def test_every_epoch_asks_every_row_once(rows, seed, count):
-    order = list(prompt_order(rows, seed, count))
-    assert len(order) == count and order == list(prompt_order(rows, seed, count + 7))[:count], "a longer run begins so"
-    for start in range(0, count - rows + 1, rows):
-        assert sorted(order[start : start + rows]) == list(range(rows)), "each epoch sees every row once"
-
-
-def test_a_resumed_run_goes_on_in_the_same_order():
-    assert list(prompt_order(5, 42, 12)) == [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0]
+def test_every_epoch_asks_every_row_once_and_a_longer_run_begins_in_the_same_order():
+    order = [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0]
+    assert list(prompt_order(5, 42, 12)) == order and list(prompt_order(5, 42, 7)) == order[:7]
 
 
 TEMPLATE = (

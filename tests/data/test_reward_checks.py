@@ -34,13 +34,13 @@ def narrow(completions): return [0.0]
 def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
 """
-# Modules of the user's; Python takes its own module for the last one.
+# Modules of the user's; Python takes its own module for the last one, which nothing has imported before.
 MODULES = {
     "my_rewards": MY_REWARDS,
     "my_broken": "def score(:\n",
     "my_helper": "zero = 0.0\n",
     "my_exit": "import sys\nsys.exit(0)\n",
-    "math": "def score(completions, **columns): return [1.0 for _ in completions]\n",
+    "colorsys": "def score(completions, **columns): return [1.0 for _ in completions]\n",
 }
 
 
@@ -83,7 +83,7 @@ BAD = [
     ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0"),
     ("my_rewards:leaves", "my_rewards:leaves raised SystemExit (my_rewards.py, line 13)"),
     ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
-    ("math:score", "'math:score' cannot be loaded: AttributeError: module 'math' has no attribute 'score'"),
+    ("colorsys:score", "cannot be loaded: AttributeError: module 'colorsys' has no attribute 'score'"),
     ("my_rewards.py:score", "cannot be loaded: ModuleNotFoundError: No module named 'my_rewards.py'"),
 ]
 

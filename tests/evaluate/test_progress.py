@@ -7,7 +7,6 @@ import zipfile
 
 import pytest
 import runs
-import torch
 from conftest import ROOT, read_csv, run_script
 from expert_models import load
 from peft import PeftModel
@@ -18,25 +17,21 @@ from grpo.plan.hub import read_json
 from grpo.run.folder import ADAPTER, BEST
 
 
-def test_what_is_measured_reaches_logs_and_trackers_and_is_no_part_of_the_step(tiny, tmp_path):
-    """Every EVAL_STEPS steps but for the last, after the update; the model is left as it was."""
+def test_what_is_measured_reaches_logs_and_trackers(tiny, tmp_path):
+    """After every EVAL_STEPS steps but for the last; the model is left in training."""
     trainer, seen, logged = make(tiny, tmp_path, TOTAL_STEPS=4, EVAL_STEPS=2), [], []
-
-    def measure(trainer):
-        seen.append((trainer.state.global_step, trainer.model.training))
-        torch.manual_seed(0)
-        return {"heldout_reward": 0.25}
-
-    trainer.measure = measure
+    trainer.measure = lambda trainer: seen.append(trainer.model.training) or {"heldout_reward": 0.25}
     tracker = TrainerCallback()
-    tracker.on_log = lambda args, state, control, logs, **rest: logged.append(logs)
+    tracker.on_log = lambda args, state, control, logs, **rest: logged.append("heldout_reward" in logs)
     trainer.add_callback(tracker)
     trainer.train()
-    rows = read_csv(tmp_path / "metrics.csv")
-    assert seen == [(2, True)] and [row["heldout_reward"] for row in rows] == ["", "0.25", "", ""]
-    assert float(rows[1]["eval_s"]) >= 0 and not rows[0]["eval_s"] and not rows[1]["plant_regret"]
-    assert ["heldout_reward" in logs for logs in logged] == [False, True, False, False, False], "the run's end is last"
-    assert all(float(row["step_s"]) > 0 for row in rows)
+    assert seen == [True] and [row["heldout_reward"] for row in read_csv(tmp_path / "metrics.csv")] == [
+        "",
+        "0.25",
+        "",
+        "",
+    ]
+    assert logged == [False, True, False, False, False], "the run's end is last"
 
 
 SETTINGS = {
@@ -62,7 +57,8 @@ def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
         read_json(folder / name) for name in ("evaluation.json", "closed_loop.json", "best/best.json")
     )
     rows, evaluated = read_csv(folder / "metrics.csv"), best["evaluated"]
-    assert [bool(row["plant_regret"]) for row in rows] == [False, True, False, True, False]
+    for name in ("plant_regret", "eval_s"):
+        assert [bool(row[name]) for row in rows] == [False, True, False, True, False], "not the last"
     assert [figures["step"] for figures in evaluated] == [2, 4, 5]
     for row, figures in zip((rows[1], rows[3]), evaluated, strict=False):
         for name in ("heldout_reward", "plant_regret", "plant_unserved_kwh"):

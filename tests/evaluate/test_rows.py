@@ -6,6 +6,7 @@ Run: python -m pytest tests/evaluate/test_rows.py
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from types import SimpleNamespace
@@ -24,30 +25,22 @@ from grpo.evaluate import by_hand
 from grpo.run.durable import read_sealed
 from grpo.settings import InputError, Problems
 
-HEADER = ["date", "question", "answer", "reward_action_0", "reward_action_1"]
+HEADER = ["date", "question", "reward_action_0", "reward_action_1"]
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 3, "SAVE_STEPS": 3, "EVAL_STEPS": 2, "PROMPTS_PER_STEP": 4, "NUM_GENERATIONS": 4,
     "SEED": 5, "LEARNING_RATE": "1e-2",
 }  # fmt: skip
 
 
-def forecasts(days):
-    """Four hours a day: will it rain? The wind decides, and more or less surely."""
-    rows = []
-    for day in range(days):
-        for hour in (6, 10, 14, 18):
-            wind = (7 * day + 5 * hour) % 40
-            question = f"Day {day}, {hour}:00, wind {wind} m/s. Will it rain? Answer [0] no or [1] yes."
-            date = f"2025-{1 + day // 28:02}-{1 + day % 28:02}"
-            rows.append([date, question, "yes" if wind > 20 else "no", 1 - wind / 40, wind / 40])
-    return rows
-
-
 @pytest.fixture(scope="module")
 def weather(tiny, tmp_path_factory):
-    """Three steps on thirty days of a weather CSV; nothing else is set that is about data."""
-    place = tmp_path_factory.mktemp("weather")
-    data = write_csv(place / "weather.csv", HEADER, forecasts(30))
+    """Three steps on thirty days of a weather CSV, four hours a day; nothing else is set that is about data."""
+    place, rows = tmp_path_factory.mktemp("weather"), []
+    for day, hour in itertools.product(range(30), (6, 10, 14, 18)):
+        wind = (7 * day + 5 * hour) % 40
+        date = f"2025-{1 + day // 28:02}-{1 + day % 28:02}"
+        rows.append([date, f"Day {day}, {hour}:00, wind {wind} m/s. Will it rain?", 1 - wind / 40, wind / 40])
+    data = write_csv(place / "weather.csv", HEADER, rows)
     done = run_script(**SETTINGS | {"DATA": data, "OUTPUT_DIR": place / "run"})
     split = hold_out(files.read_csv(data, Problems()), 0.1)
     held = write_csv(place / "held.csv", HEADER, [[row.columns[name] for name in HEADER] for row in split.heldout])

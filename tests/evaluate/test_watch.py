@@ -83,10 +83,7 @@ def test_without_a_terminal_it_prints_one_picture(tmp_path, capsys):
 
 def test_in_a_terminal_it_follows_until_the_run_is_complete(tmp_path, capsys, monkeypatch):
     folder = write_run(tmp_path / "run", [metrics_row(1)])
-    changes = [
-        lambda: write_run(folder, [metrics_row(2)]),
-        lambda: (folder / COMPLETE).write_text('{"steps": 30}'),
-    ]
+    changes = [lambda: write_run(folder, [metrics_row(2)]), lambda: (folder / COMPLETE).write_text('{"steps": 30}')]
     monkeypatch.setattr(watch.time, "sleep", lambda seconds: changes.pop(0)())
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert watch.main([str(folder)]) == 0

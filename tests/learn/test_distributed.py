@@ -15,13 +15,7 @@ from trainers import make, moved_by_training, plain_float32, seed_weights, step_
 from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
-from grpo.learn.distributed import (
-    RESUME_FILES,
-    ROLLOUT,
-    adapter_parameters,
-    adopt_rank0_state,
-    sync_stop_signal,
-)
+from grpo.learn.distributed import RESUME_FILES, ROLLOUT, adapter_parameters, adopt_rank0_state, sync_stop_signal
 from grpo.run.logs import METRICS
 from grpo.settings import FIELDS
 

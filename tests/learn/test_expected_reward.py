@@ -12,15 +12,7 @@ import test_losses
 import torch
 from conftest import RENDERED, read_csv
 from ranked import in_ranks
-from trainers import (
-    loss_and_gradients,
-    make,
-    moved_by_training,
-    plain_float32,
-    plain_trl,
-    policy_logps,
-    uniform,
-)
+from trainers import loss_and_gradients, make, moved_by_training, plain_float32, plain_trl, policy_logps, uniform
 
 from grpo.data.files import Row
 from grpo.data.scoring import Completion, initial_trainer_state, load_rewards
@@ -205,6 +197,7 @@ def test_advantages_by_token():
 
 
 MIXED = (DIRECT.format(2), REASONED.format(9, 0), REASONED.format(7, 3), "<|channel|>final<|message|>hour<|return|>")
+READABLE = (*MIXED[:2], REASONED.format(7, 1), MIXED[3])  # the second row has no action 3
 TWO_ROWS = (REWARDS, (0.3, 0.1, 0.2))  # the second with three actions
 
 
@@ -222,16 +215,12 @@ def engine_logps(ids):
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_any_cut_gives_the_same_gradient(mixed_trainer, loss_type):
     trainer, mixed_trainer.loss_type = mixed_trainer, loss_type
-    texts = (*MIXED[:2], REASONED.format(7, 1), MIXED[3])
-    inputs, answers = scored(trainer, texts, engine_logps)
+    inputs, answers = scored(trainer, READABLE, engine_logps)
     assert answers.is_expected.tolist() == [True, True, True, False]
     first = step_gradient(trainer, inputs, answers, 4)
     assert first.norm() > 1e-4
-    for micro_batch, packing in ((1, "prefix"), (3, "none")):
-        assert apart(step_gradient(trainer, inputs, answers, micro_batch, packing), first) < 1e-3, (
-            micro_batch,
-            packing,
-        )
+    for cut in ((1, "prefix"), (3, "none")):
+        assert apart(step_gradient(trainer, inputs, answers, *cut), first) < 1e-3, cut
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -408,7 +397,7 @@ def learned(ranks, tiny, folder):
     """How two steps moved the adapter."""
     changes = {"LEARNING_RATE": 1e-3, "SCALE_REWARDS": "batch", "REWARDS": "action,format=0.3"}
     trainer = trainer_with(tiny, folder, TWO_ROWS * 2, ranks, **changes)
-    ids = trainer.processing_class(text=[*MIXED[:2], REASONED.format(7, 1), MIXED[3]] * 2)["input_ids"]
+    ids = trainer.processing_class(text=[*READABLE] * 2)["input_ids"]
     trainer._generate_single_turn = lambda *arguments: (ids, None)
     return moved_by_training(trainer)
 

@@ -9,12 +9,13 @@ import pytest
 from conftest import CLEAN
 from machines import CPU, H100, only, plan_inputs
 from ranked import in_ranks
+from test_checks import memory_problems
 
 from grpo.plan.memory import NCCL_GIB, plan_memory
 from grpo.preflight import checks, resolve
 from grpo.preflight.banner import banner, memory_lines
 from grpo.run.folder import RunState
-from grpo.settings import Problems, Settings
+from grpo.settings import Settings
 
 TWO, FOUR = (dataclasses.replace(H100, ranks=count, here=2) for count in (2, 4))
 
@@ -48,16 +49,13 @@ def test_the_host_memory_of_sleeping_engines_is_shown(experts, free, words):
 
 def test_host_memory_is_shared():
     """It has room for one sleeping engine, and not for two."""
-
-    def problems(machine, ram_free, **changes):
-        problems, machine = Problems(), dataclasses.replace(machine, ram_free=ram_free)
-        checks.check_memory(Settings(**changes), plan_inputs(machine, True), problems)
-        return problems
-
-    problem = only(problems(TWO, 25.0))
+    alone, little, more = (
+        dataclasses.replace(machine, ram_free=free) for machine, free in ((H100, 25.0), (TWO, 25.0), (TWO, 50.0))
+    )
+    problem = only(memory_problems(little, True))
     assert "each of 2 sleeping engines needs 15.6 GiB of host memory, 25.0 GiB are free. Free some" in problem
-    assert not problems(TWO, 25.0, EXPERTS="shared") and not problems(H100, 25.0)
-    problem = only(problems(TWO, 50.0, EXPERTS="paged"))
+    assert not memory_problems(little, True, EXPERTS="shared") and not memory_problems(alone, True)
+    problem = only(memory_problems(more, True, EXPERTS="paged"))
     assert problem.endswith("or start fewer processes, or set EXPERTS=bf16"), "which fits, and is faster than no vLLM"
 
 

@@ -145,11 +145,6 @@ def test_a_draft_is_planned(tiny_run, tmp_path):
     assert plans[0].engine.weights - plans[1].engine.weights == pytest.approx(2**-10), "a MiB"
 
 
-def test_a_choice_that_depends_on_other_settings(tiny_run):
-    assert tiny_run().settings.EXPERTS == "bf16" and tiny_run().reasons["experts"].startswith("no GPU")
-    assert tiny_run(LORA_TARGETS="experts").settings.ROLLOUT_SYNC == "lora"
-
-
 def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
     """Each part is tested alone elsewhere: experts without vLLM, Hub kernels, a large model, words that are none."""
     assert "does not generate here" in only(tiny_run(EXPERTS="shared").problems)
@@ -216,57 +211,46 @@ def test_memory():
 
 
 @pytest.mark.parametrize(
-    ("capability", "free", "chosen"),
-    [(9.0, 79.0, "shared"), (8.9, 79.0, "bf16"), (8.9, 40.0, "paged"), (8.9, 22.0, "paged")],
-)
-def test_experts_are_chosen_by_the_machine(capability, free, chosen):
-    machine = dataclasses.replace(H100, capability=capability, gpu_free=free)
-    for sync, kind in (("merge", chosen), ("lora", chosen if capability < 9 else "bf16")):
-        settings = Settings(EXPERTS=None, ROLLOUT_SYNC=sync)
-        experts = resolve.resolve_experts(settings, plan_inputs(machine, True))
-        assert experts == (kind, EXPERTS_REASONS[kind])
-    whole = dataclasses.replace(plan_inputs(machine, True), config=REAL_CONFIG | {"quantization_config": None})
-    assert resolve.resolve_experts(Settings(EXPERTS=None), whole) == ("bf16", "the checkpoint's are not quantized")
-    assert not memory_problems(machine, True, EXPERTS=chosen), "it fits"
-
-
-@pytest.mark.parametrize(("beside_vllm", "chosen"), [(True, "paged"), (False, "mxfp4")])
-def test_where_nothing_fits_the_refusal_is_about_the_smallest_experts(beside_vllm, chosen):
-    machine = dataclasses.replace(H100, capability=8.9, gpu_free=16.0)
-    settings = Settings(ROLLOUT_SYNC="merge")
-    experts = resolve.resolve_experts(settings, plan_inputs(machine, beside_vllm))
-    assert experts == (chosen, EXPERTS_REASONS[chosen])
-    assert "weights 12.8" in only(memory_problems(machine, beside_vllm, EXPERTS=chosen)), "39 GiB were not asked for"
-
-
-@pytest.mark.parametrize(
-    ("free", "setting", "recomputed", "micro_batch"),
-    [(139.8, None, False, 24), (79.0, None, True, 48), (79.0, False, False, 8), (139.0, True, True, 48)],
-)
-def test_activations_are_kept_where_large_micro_batches_leave_room(free, setting, recomputed, micro_batch):
-    inputs = plan_inputs(dataclasses.replace(H100, capability=9.0, gpu_free=free), True)
-    settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, GRADIENT_CHECKPOINTING=setting)
-    chosen, reason = resolve.resolve_checkpointing(settings, inputs)
-    plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=chosen), inputs)
-    assert (chosen, plan.micro_batch) == (recomputed, micro_batch)
-    assert chosen or plan.learning_peak < 0.5 * free
-    assert "GRADIENT_CHECKPOINTING=" in reason if setting is not None else "tokens" in reason
-    assert resolve.resolve_checkpointing(settings, plan_inputs(CPU, False))[0] == (setting is not False)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("capability", "free", "beside_vllm", "chosen"),
     [
-        ({"MICRO_BATCH": 4}, "without it micro-batches would have 2,988 tokens, fewer than 12,000"),
-        ({"MICRO_BATCH": 48}, "without it micro-batches of 30,216 tokens would take over 50% of the memory"),
-        ({}, "there is room for all that micro-batches of 15,108 tokens keep"),
+        (9.0, 79.0, True, "shared"), (8.9, 79.0, True, "bf16"), (8.9, 40.0, True, "paged"), (8.9, 22.0, True, "paged"),
+        (8.9, 16.0, True, "paged"), (8.9, 16.0, False, "mxfp4"),  # Nothing fits.
     ],
-)
-def test_the_reason_why_activations_are_recomputed_is_the_true_one(changes, reason):
-    """An H200 has room for micro-batches of 12,000 tokens: MICRO_BATCH asks for others."""
-    inputs = plan_inputs(dataclasses.replace(H100, capability=9.0, gpu_free=139.0), True)
+)  # fmt: skip
+def test_experts_are_chosen_by_the_machine(capability, free, beside_vllm, chosen):
+    """Where nothing fits, the refusal is about the smallest ones."""
+    machine = dataclasses.replace(H100, capability=capability, gpu_free=free)
+    inputs = plan_inputs(machine, beside_vllm)
+    for sync, kind in (("merge", chosen), ("lora", "bf16" if chosen == "shared" else chosen)):
+        settings = Settings(EXPERTS=None, ROLLOUT_SYNC=sync)
+        assert resolve.resolve_experts(settings, inputs) == (kind, EXPERTS_REASONS[kind])
+    whole = dataclasses.replace(inputs, config=REAL_CONFIG | {"quantization_config": None})
+    assert resolve.resolve_experts(Settings(EXPERTS=None), whole) == ("bf16", "the checkpoint's are not quantized")
+    problems = memory_problems(machine, beside_vllm, EXPERTS=chosen)
+    assert not problems if free > 16 else "weights 12.8" in only(problems), "39 GiB were not asked for"
+
+
+SET = "GRADIENT_CHECKPOINTING"
+CHECKPOINTING = [  # GPU memory, what is set, whether activations are recomputed, the micro-batch, and the reason.
+    (139.8, {}, False, 24, "there is room for all that micro-batches of 15,108 tokens keep"),
+    (79.0, {}, True, 48, "without it micro-batches would have"),
+    (79.0, {SET: False}, False, 8, f"{SET}=0"),
+    (139.0, {SET: True}, True, 48, f"{SET}=1"),
+    # An H200 has room for micro-batches of 12,000 tokens: MICRO_BATCH asks for others.
+    (139.0, {"MICRO_BATCH": 4}, True, 4, "without it micro-batches would have 2,988 tokens, fewer than 12,000"),
+    (139.0, {"MICRO_BATCH": 48}, True, 48, "without it micro-batches of 30,216 tokens would take over 50% of the mem"),
+]
+
+
+@pytest.mark.parametrize(("free", "changes", "recomputed", "micro_batch", "reason"), CHECKPOINTING)
+def test_activations_are_kept_where_large_micro_batches_leave_room(free, changes, recomputed, micro_batch, reason):
+    inputs = plan_inputs(dataclasses.replace(H100, capability=9.0, gpu_free=free), True)
     settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, **changes)
-    assert resolve.resolve_checkpointing(settings, inputs) == (bool(changes), reason)
+    chosen, given_reason = resolve.resolve_checkpointing(settings, inputs)
+    assert chosen == recomputed and given_reason.startswith(reason)
+    plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=chosen), inputs)
+    assert plan.micro_batch == micro_batch and (chosen or plan.learning_peak < 0.5 * free)
+    assert resolve.resolve_checkpointing(settings, plan_inputs(CPU))[0] == changes.get(SET, True)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_use_vllm, (Settings(), 0, "0.26.0"), False, "no GPU"),
     (choices.choose_use_vllm, (Settings(MODEL_ID="tiny"), 1, "0.26.0"), False, "tiny"),
     (choices.choose_use_vllm, (Settings(), 1, None), False, "NOT INSTALLED"),
+    (choices.choose_sync, (Settings(LORA_TARGETS="experts"),), "lora", "names experts"),
     (choices.choose_epsilon_high, (Settings(EPSILON=0.1),), 0.1, "EPSILON on both sides"),
     (choices.choose_epsilon_high, (Settings(LOSS_TYPE="cispo"),), 5.0, "cispo"),
     (choices.choose_scale_rewards, (None,), "group", "a few costly rows"),

@@ -30,12 +30,6 @@ CASES = read_windows(ROOT / "data" / "profile_heldout.csv")
 WINDOWS = [window for _, window in CASES]
 
 
-def replay(rows):
-    """A policy out of a table of actions, (W, T)."""
-    hours = iter(zip(*rows, strict=True))
-    return lambda states: next(hours)
-
-
 def test_the_best_action_of_the_exact_values_reproduces_the_optimum():
     trace = closed_loop(WINDOWS, loop.optimal_policy(WINDOWS))
     for priced, window in zip(loop.outcome(trace, WINDOWS)["priced_kg"], WINDOWS, strict=True):
@@ -48,18 +42,17 @@ def test_the_best_action_of_the_exact_values_reproduces_the_optimum():
 def test_always_the_same_equals_a_simulation_by_hand(action):
     """Hour by hour, and its costs and what is taken out of the storage added up."""
     trace = closed_loop(WINDOWS, RULES[f"always_{action}"])
+    figures = loop.outcome(trace, WINDOWS)
     for w, window in enumerate(WINDOWS):
         energy, cost, cycled = 150.0, 0.0, 0.0
-        hours = zip(window.load_kw[:3].ravel().tolist(), window.co2[:3].ravel().tolist(), strict=True)
-        for t, (load, co2) in enumerate(hours):
+        for t, (load, co2) in enumerate(zip(window.load_kw[:3].flat, window.co2[:3].flat, strict=True)):
             after, hour_cost = hour_by_hand(energy, 100.0 * action / 3, load, co2)
             energy, cost, cycled = after, cost + hour_cost, cycled + max(0.0, energy - after)
             assert trace.storage_kwh[w, t] == pytest.approx(energy, abs=1e-6)
         low5 = sum(sorted(window.co2[3].tolist())[:5]) / 5
         expected = 6 * cost - (energy - 150.0) * low5 / 4
-        figures = {name: values[w] for name, values in loop.outcome(trace, WINDOWS).items()}
-        assert figures["priced_kg"] == pytest.approx(expected)
-        assert figures["storage_cycled_kwh"] == pytest.approx(cycled, abs=1e-6)
+        assert figures["priced_kg"][w] == pytest.approx(expected)
+        assert figures["storage_cycled_kwh"][w] == pytest.approx(cycled, abs=1e-6)
 
 
 def test_rules_do_what_they_say():
@@ -178,17 +171,13 @@ def test_windows_with_unserved_load_are_counted_and_the_worst_is_named():
 
 def test_passes_are_averaged_and_the_first_is_shown():
     record = record_of(CASES[:2])
-    rows = [[0] * 30, [1] * 30, [3] * 30, [3] * 30]  # pass 1 of both windows, then pass 2
-    trace = closed_loop(WINDOWS[:2] * 2, replay(rows))
+    trace = closed_loop(WINDOWS[:2] * 2, lambda states: [0, 1, 3, 3])  # pass 1 of both windows, then pass 2
     tes_record.add_policy(record, "base", WINDOWS[:2], trace, np.arange(1, 5), answers=120)
-    first, second = record["windows"]
-    shown = first["policies"]["base"]["actions"]
-    unparsed = [entry["policies"]["base"]["unparsed"] for entry in record["windows"]]
-    assert shown == [0] * 30 and unparsed == [4, 6]
-    for entry, rule in ((first, "always_0"), (second, "always_1")):
-        for key, value in entry["policies"]["base"]["mean"].items():
-            mean = (entry["policies"][rule]["mean"][key] + entry["policies"]["always_3"]["mean"][key]) / 2
-            assert value == pytest.approx(mean, abs=1e-5)
+    for entry, action, unparsed in zip(record["windows"], (0, 1), (4, 6), strict=True):
+        base, first, second = (entry["policies"][name] for name in ("base", f"always_{action}", "always_3"))
+        assert base["actions"] == [action] * 30 and base["unparsed"] == unparsed
+        for key, value in base["mean"].items():
+            assert value == pytest.approx((first["mean"][key] + second["mean"][key]) / 2, abs=1e-5)
     total = record["totals"]["base"]
     assert total["answers"] == 120 and total["unparsed"] == 10
     assert total["regret_percent_low"] is None and record["totals"]["always_3"]["regret_percent_high"] is None

@@ -9,7 +9,6 @@ import math
 from datetime import datetime
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,14 +59,6 @@ def test_values_equal_those_of_brute_force(hours, energy, low, action) -> None:
 def test_reachable_energies_stay_few() -> None:
     nodes = cut_windows(synthetic_profile(6, 4))[0].solve().nodes
     assert len(nodes) == 31 and all(reached.size <= 10 * (t + 1) for t, reached in enumerate(nodes))
-
-
-@given(energies, st.integers(0, 3), loads, intensities)
-def test_step_conserves_energy(energy: float, action: int, load: float, co2: float) -> None:
-    done, output = step(energy, action, load, co2), 100.0 * action / 3.0
-    lost = energy + output - done.energy_kwh - (load - done.unserved_kwh)
-    assert lost >= -1e-9 and (lost < 1e-9 or done.energy_kwh == 300)
-    assert (done.energy_kwh, -done.reward) == pytest.approx(hour_by_hand(energy, output, load, co2), abs=1e-9)
 
 
 def test_softmax() -> None:
