@@ -67,20 +67,16 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 @contextlib.contextmanager
 def delaying_signals() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP that the main thread, which must enter the block, receives inside it take effect at
-    its end. Blocking them by a mask would not do: another thread of torch's would receive them. In a process that is
-    forked inside the block they take effect at once: it never reaches the block's end."""
+    its end. SIGTERM is blocked there as well, for a process that is forked inside the block: Python drops what reaches
+    it before its first line, but what is blocked waits for `begin_worker`. Blocking alone would not delay a signal:
+    another thread of torch's would receive it."""
     received: list[int] = []
-    own_pid = os.getpid()
-
-    def delay(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != own_pid:
-            os._exit(128 + number)
-        received.append(number)
-
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
-        with handling_signals(delay):
+        with handling_signals(lambda number, frame: received.append(number)):
             yield
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         for number in received:
             signal.raise_signal(number)
 
@@ -90,6 +86,7 @@ def begin_worker() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def run_child(

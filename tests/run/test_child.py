@@ -78,3 +78,25 @@ def test_a_killed_script_leaves_no_child(tmp_path):
     parent.kill()
     wait_until(lambda: "saved" in output.read_text())
     assert f"saved [{int(signal.SIGTERM)}]" in output.read_text(), "it ends as it promises"
+
+
+# On one core the parent sends its SIGTERM before the child's first line, and Python drops it unless it is blocked.
+WORKER = """
+import os, signal, sys, time
+from grpo.run.child import begin_worker, delaying_signals
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+with delaying_signals():
+    worker = os.fork()
+    if worker:
+        os.kill(worker, signal.SIGTERM)
+    else:
+        begin_worker()
+        time.sleep(2)
+        os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) + signal.SIGTERM)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins a process to a core")
+def test_a_worker_that_has_not_begun_is_ended_too():
+    subprocess.run([sys.executable, "-c", WORKER], env=CLEAN | {"PYTHONPATH": str(ROOT)}, check=True)
