@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig
 
 from grpo.evaluate.adapter import load_run_settings
 from grpo.evaluate.publish import copy_small, model_readme
@@ -97,9 +96,8 @@ def write_mxfp4(merged: Merged, folder: Path) -> None:
 def write_bf16(merged: Merged, files: ModelFiles, folder: Path) -> None:
     """Write every tensor as transformers' own model holds it, in new shards."""
     config = {name: value for name, value in files.config.items() if name != "quantization_config"}
-    write_json(folder / CONFIG, config)  # Before from_dict, which writes rope_theta into the nested rope_scaling.
-    expected = expected_tensors(GptOssConfig.from_dict(config))
-    write_tensors(folder, expected, lambda name, like: merged.dequantized(name))
+    write_tensors(folder, expected_tensors(config), lambda name, like: merged.dequantized(name))
+    write_json(folder / CONFIG, config)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:

@@ -2,6 +2,7 @@
 """Writes checkpoints in gpt-oss's format; their folder is either complete or absent."""
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -51,17 +52,18 @@ def new_directory(out: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def expected_tensors(config: GptOssConfig) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint with this config by name, on the meta device.
+def expected_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint with this config.json by name, on the meta device.
 
     The tensors are those of transformers' own model in BF16. With a quantization_config the expert matrices are in
     MXFP4, and then transposed relative to the modules: rows are outputs, the quantized last dimension is the input,
     and the rows of gate_up_proj alternate between gate and up.
     """
-    quantized = getattr(config, "quantization_config", None) is not None
+    own = GptOssConfig.from_dict(copy.deepcopy(dict(config)))  # It writes rope_theta into rope_scaling.
+    quantized = getattr(own, "quantization_config", None) is not None
     with torch.device("meta"):
         expected: dict[str, torch.Tensor] = {}
-        for name, tensor in GptOssForCausalLM(config).state_dict().items():
+        for name, tensor in GptOssForCausalLM(own).state_dict().items():
             if quantized and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
                 experts, inputs, outputs = tensor.shape
                 shape = experts, outputs, inputs // BLOCK
@@ -90,7 +92,7 @@ def write_checkpoint(directory: Path, sizes: Sizes, make: MakeTensor, tokenizer:
     options["chat_template"] = (TINY_PATH / "chat_template.jinja").read_text(encoding="utf-8")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
     fast.save_pretrained(directory)
-    write_tensors(directory, expected_tensors(GptOssConfig.from_dict(config)), make)
+    write_tensors(directory, expected_tensors(config), make)
 
 
 def write_tensors(directory: Path, expected: Mapping[str, torch.Tensor], make: MakeTensor) -> None:

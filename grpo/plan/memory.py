@@ -197,18 +197,20 @@ def generation_gib(settings: Settings, inputs: PlanInputs, completions: int, par
     return dequantized_gib(settings, config, parts) + (cache + max(prefill, step)) / GIB
 
 
+def largest_micro_batch(settings: Settings, inputs: PlanInputs, sizes: list[int], parts: int, room: float) -> int:
+    """The largest micro-batch of `sizes` completions whose learning fits into `room` GiB; 0 if none does."""
+    return max((rows for rows in sizes if learning_gib(settings, inputs, rows, parts) <= room), default=0)
+
+
 def choose_expert_parts(settings: Settings, inputs: PlanInputs, sizes: list[int], room: float) -> int:
     """The number of parts in which a layer's packed experts are dequantized: one, or parts of SWIZZLED_AT_ONCE experts
     if the largest micro-batch of `sizes` that fits into `room` GiB is then more than twice as large. For parts take up
     to a tenth more time, but each micro-batch dequantizes all layers."""
     if settings.EXPERTS in ("bf16", None):
         return 1
-
-    def largest(parts: int) -> int:
-        return max((rows for rows in sizes if learning_gib(settings, inputs, rows, parts) <= room), default=0)
-
-    parts, whole = int(-(-inputs.config["num_local_experts"] // SWIZZLED_AT_ONCE)), largest(1)
-    return parts if whole == 0 or largest(parts) > 2 * whole else 1
+    parts = int(-(-inputs.config["num_local_experts"] // SWIZZLED_AT_ONCE))
+    whole, divided = (largest_micro_batch(settings, inputs, sizes, n, room) for n in (1, parts))
+    return parts if whole == 0 or divided > 2 * whole else 1
 
 
 def gains_speed(settings: Settings, inputs: PlanInputs, rows: int) -> bool:
@@ -259,7 +261,7 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
     parts = choose_expert_parts(settings, inputs, [settings.MICRO_BATCH] if settings.MICRO_BATCH else useful, room)
     micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
     if micro is None:
-        micro = max((n for n in useful if learning_gib(settings, inputs, n, parts) <= learning_room), default=1)
+        micro = largest_micro_batch(settings, inputs, useful, parts, learning_room) or 1
         size = learning_gib(settings, inputs, micro, parts)
         micro_reason = f"largest divisor of {rank_completions} up to {useful[-1]} whose {size:.1f} GiB fit"
         if size > learning_room:
