@@ -15,9 +15,10 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # The values that vLLM take
 PADDED = 1.08  # Size of the experts in vLLM relative to the checkpoint's: some kernels pad them by up to a tenth.
 SWIZZLED = 1.035  # The same in the only layout that the learner can read (measured: 1.032).
 # vLLM lays experts out anew while it loads them, inside a pool that gives nothing back until all are loaded. Of
-# gpt-oss-20b 4.5 GiB stay in the pool until then (measured). Replaying the allocations by the rules of torch's
-# allocator gives 4.2, and 10.2 for 120b. Both follow from these numbers of packed layers, and of parts of them.
-LOADING_LAYERS, LOADING_PARTS = 5.5, 5.9
+# gpt-oss-20b 4.5 GiB stay in the pool until then (measured). gpt-oss-120b, laid out in parts of the same size, took at
+# most 4.1 (docs/results/experts-120b-h100.json, the peak of the whole run): so the size of a part counts, not that of a
+# layer.
+LOADING_PARTS = 11.4
 SWIZZLED_AT_ONCE = 32  # Experts of a matrix in a part (grpo/rollout/vllm_patches.py).
 DRAFT_TOKENS = 3  # Tokens that a draft model guesses in each decoding step.
 CONTEXT_GIB = 0.5  # The CUDA context of a process that has computed nothing yet.
@@ -107,8 +108,7 @@ def plan_engine(
     if has_mxfp4(config):
         weights += packed_gib(config) * ((SWIZZLED if settings.EXPERTS == "shared" else PADDED) - 1)
         layer = packed_gib(config) / config["num_hidden_layers"]
-        laid_out = layer * min(1, SWIZZLED_AT_ONCE / config["num_local_experts"])
-        loading += LOADING_LAYERS * layer + LOADING_PARTS * laid_out
+        loading += LOADING_PARTS * layer * min(1, SWIZZLED_AT_ONCE / config["num_local_experts"])
     # vLLM reserves memory for an adapter on the experts of every layer, even if LORA_TARGETS names single ones.
     if settings.ROLLOUT_SYNC == "lora" and expert_words(settings.LORA_TARGETS):
         experts = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]

@@ -18,8 +18,8 @@ from peft import LoraConfig, get_peft_model
 
 import train_grpo
 from grpo.plan import memory
-from grpo.plan.engine import LOADING_PARTS, capture_sizes
-from grpo.plan.hub import REAL_CONFIG, DraftModel, checkpoint_gib, packed_gib, read_json
+from grpo.plan.engine import capture_sizes
+from grpo.plan.hub import REAL_CONFIG, DraftModel, checkpoint_gib, read_json
 from grpo.plan.machine import GIB
 from grpo.settings import MAY_CHANGE, Settings, parse_value
 
@@ -98,8 +98,6 @@ def test_gpt_oss_120b_takes_what_the_documentation_says():
         assert ("parts" in rest) is (chosen.expert_parts > 1)
     assert f"{chosen.on_host:.1f} GiB of host memory at most, {checkpoint_gib(LARGE_CONFIG):.0f} of disk" in text
     assert f"more than its weights, {chosen.engine.weights:.1f} GiB" in text
-    saved = LOADING_PARTS * packed_gib(LARGE_CONFIG) / 36 * (1 - 32 / 128)
-    assert f"takes {saved:.1f} GiB less" in text
 
 
 @pytest.mark.parametrize(("free", "micro", "parts"), [(80.4, 16, 4), (85.0, 16, 1)])
@@ -112,6 +110,7 @@ def test_experts_are_dequantized_in_parts_where_micro_batches_gain(free, micro, 
 
 WHOLE_H200 = 139.8
 KEPT_BY_24 = {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False, "MICRO_BATCH": 24}
+KEPT_4000 = {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False, "MAX_COMPLETION_LEN": 4000}
 # The constants of the plan were chosen with these rows in view, so their agreement is no independent proof.
 RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tokens; how far off the plan may be.
     ("shared-h200", "shared_job_peak_gib", WHOLE_H200, {"EXPERTS": "shared"}, 0.05),
@@ -121,6 +120,12 @@ RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tok
     ("experts-bf16-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "bf16"}, 0.05),
     ("experts-shared-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False}, 0.05),
     ("experts-120b-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "shared"}, 0.05),
+    ("experts-120b-h100", "job_peak_gib", 79.2, {"EXPERTS": "shared"}, 0.05),
+    ("experts-shared-h100", "job_peak_gib", 79.2, {"EXPERTS": "shared"}, 0.05),
+    ("steps-per-generation-h100", "job_peak_gib", 79.2, {"EXPERTS": "shared", "STEPS_PER_GENERATION": 4}, 0.05),
+    ("experts-shared-384-h100", "job_peak_gib", 79.2, {"EXPERTS": "shared", "NUM_GENERATIONS": 32}, 0.05),
+    ("experts-shared-4000-h200", "job_peak_gib", WHOLE_H200, KEPT_4000, 0.05),
+    ("experts-shared-22-4000-h200", "job_peak_gib", 22.0, {"EXPERTS": "shared", "MAX_COMPLETION_LEN": 4000}, 0.05),
     ("experts-shared-22-h200", "job_peak_gib", 22.0, {"EXPERTS": "shared"}, 0.05),
     ("experts-paged-22-h200", "job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
     ("experts-paged-22-older-cards-h200", "job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
