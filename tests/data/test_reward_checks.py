@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, write_csv
 from machines import only
 
-from grpo.data.files import Row, read_csv
+from grpo.data.files import Row, read_file
 from grpo.data.reward_checks import check_heldout, check_rewards, sample_rows, try_rewards
 from grpo.plan.hub import TINY_PATH
 from grpo.settings import Problems, Settings
@@ -210,5 +210,5 @@ def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch):
     rows = [["What is 4+4? ", "[0]"], ["What is 4+5?", "[0]"]]
     path = write_csv(tmp_path / "train.csv", ["question", "answer"], rows)
     monkeypatch.chdir(tmp_path)
-    trials = try_rewards([("answers:exact", 1.0)], Settings(), read_csv(path, Problems()), TOKENIZER)
+    trials = try_rewards([("answers:exact", 1.0)], Settings(), read_file(path, Problems()), TOKENIZER)
     assert [answers[2:] for _, answers in trials] == [[[1.0], [0.0]]] * 2, "of [0] and of [1]"
