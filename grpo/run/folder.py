@@ -183,11 +183,12 @@ def cut_logs(folder: Path, checkpoint: Path | None) -> None:
             os.truncate(path, ends[path.name][0])
 
 
-def continuation(folder: Path, settings: Record) -> str:
-    """A clause that tells the user how to continue the incomplete run in `folder`: what the same command will do."""
+def continuation(folder: Path, overwrite: bool) -> str:
+    """A clause that tells the user what the command of the incomplete run in `folder` does if it is given again.
+    `overwrite`: its OVERWRITE."""
     if (folder / DELETING).is_file():
         return "the same command deletes the rest and starts at step 0"
-    command = "the same command WITHOUT OVERWRITE=1" if settings.get("OVERWRITE") else "the same command"
+    command = "the same command WITHOUT OVERWRITE=1" if overwrite else "the same command"
     step, checkpoint, _ = find_checkpoint(folder)
     consequence = f"continues from step {step}" if checkpoint else "starts at step 0: no checkpoint was saved"
     return f"{command} {consequence}"

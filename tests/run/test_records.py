@@ -72,7 +72,7 @@ def read_everything(run_settings, folder):
     """All that a start, a resumed run, a report and an adapter's user read of a run's folder."""
     inspect(run_settings)
     inspect(run_settings, OVERWRITE=True)
-    continuation(folder, vars(run_settings))
+    continuation(folder, run_settings.OVERWRITE)
     complete_steps(folder)
     read_best(folder)
     is_intact(folder / "evaluation.json")
