@@ -253,28 +253,20 @@ def test_activations_are_kept_where_large_micro_batches_leave_room(free, changes
     assert resolve.resolve_checkpointing(settings, plan_inputs(CPU))[0] == changes.get(SET, True)
 
 
-@pytest.mark.parametrize(
-    ("free", "completion", "parts", "problem"),
-    [
-        (139.0, 4000, 1, ""),
-        (78.6, 4000, 4, ""),
-        (78.6, 512, 4, ""),
-        (70.0, 512, 4, "70 of 80 GiB are free, and vLLM would have 0.0 GiB of cache"),
-    ],
-)
-def test_gpt_oss_120b_is_planned_for_one_card(free, completion, parts, problem):
+def test_gpt_oss_120b_is_planned_for_one_card():
     """With shared weights; what is printed of it, and what is refused."""
-    machine = dataclasses.replace(H100, capability=9.0, gpu_free=free)
-    inputs = dataclasses.replace(plan_inputs(machine, True), config=LARGE_CONFIG)
-    settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=completion)
-    settings = dataclasses.replace(settings, EXPERTS=resolve.resolve_experts(settings, inputs)[0])
-    if problem:  # Where nothing fits, `auto` is paged.
-        settings = dataclasses.replace(settings, EXPERTS="shared")
-    lines = dict(banner.memory_lines(plan_memory(settings, inputs), machine))
-    assert settings.EXPERTS == "shared" and lines.get("dequantized", "1 part").startswith(f"{parts} part")
-    checks.check_memory(settings, inputs, problems := Problems())
-    assert len(problems) == bool(problem) and problem in "".join(problems)
-    assert not problem or "With all else as set, EXPERTS=mxfp4 and USE_VLLM=0 fits" in only(problems)
+    settings = Settings(EXPERTS="shared", ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=512)
+    problems = Problems()
+    for free, parts in ((139.0, None), (78.6, "4 parts of a layer's experts"), (70.0, "4 parts of a layer's experts")):
+        assert not problems
+        machine = dataclasses.replace(H100, capability=9.0, gpu_free=free)
+        inputs = dataclasses.replace(plan_inputs(machine, True), config=LARGE_CONFIG)
+        dequantized = dict(banner.memory_lines(plan_memory(settings, inputs), machine)).get("dequantized")
+        assert dequantized is parts or dequantized.startswith(parts)
+        assert free == 70 or resolve.resolve_experts(dataclasses.replace(settings, EXPERTS=None), inputs)[0] == "shared"
+        checks.check_memory(settings, inputs, problems)
+    assert "70 of 80 GiB are free, and vLLM would have 0.0 GiB of cache" in only(problems)
+    assert "With all else as set, EXPERTS=mxfp4 and USE_VLLM=0 fits" in only(problems)
 
 
 def test_disk_space(tmp_path, monkeypatch):
