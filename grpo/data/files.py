@@ -155,9 +155,9 @@ def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -
     except (TypeError, KeyError):
         messages = ()
     roles = [role for role, _ in messages]
-    allowed = [(*INSTRUCTING, "user"), *[("user", "assistant")] * len(roles[1:])]
-    known = all(role in choice for role, choice in zip(roles, allowed, strict=False))
-    if not messages or not known or not all(isinstance(text, str) for _, text in messages):
+    known = bool(roles) and roles[0] in (*INSTRUCTING, "user")
+    known = known and all(role in ("user", "assistant") for role in roles[1:])
+    if not known or not all(isinstance(text, str) for _, text in messages):
         problem = "it is no list of messages with text: system or developer first, then user and assistant"
         fix = 'Write [{"role": "user", "content": "..."}], or the whole prompt as text'
     elif roles[-1] != "user" or not messages[-1][1].strip():
