@@ -358,20 +358,16 @@ def test_a_run_is_warned_where_nothing_is_held_out_or_it_is_trained_on(tiny_run,
     assert warning.startswith("2 of 3 held-out prompts are in DATA as well")
 
 
-@pytest.fixture
-def forty_rows(tmp_path):
+def test_the_plan_says_which_rows_are_held_out_and_names_no_plant_where_there_is_none(tiny_run, tmp_path):
     rows = [["x" * n, n / 50, 1 - n / 50] for n in range(1, 41)]
-    return write_csv(tmp_path / "forty.csv", ["question", *HEADER[1:]], rows)
-
-
-def test_the_plan_says_which_rows_are_held_out_and_names_no_plant_where_there_is_none(tiny_run, forty_rows):
-    resolved = tiny_run(DATA=forty_rows, EVAL_SAMPLES=8)
+    path = write_csv(tmp_path / "forty.csv", ["question", *HEADER[1:]], rows)
+    resolved = tiny_run(DATA=path, EVAL_SAMPLES=8)
     facts = dict(banner.run_lines(resolved))
     assert not resolved.problems and (len(resolved.rows), len(resolved.eval_rows)) == (34, 6)
     assert facts["data"] == "34 training rows, 6 held-out rows"
     assert facts["held out"].startswith("6 rows of DATA are not trained on: 6 of its 40 prompts")
     assert resolved.best_by == "reward" and "plant" not in banner.banner(resolved)
-    assert dict(banner.run_lines(tiny_run(DATA=forty_rows)))["evaluation"] == "none: EVAL_SAMPLES=0"
+    assert dict(banner.run_lines(tiny_run(DATA=path)))["evaluation"] == "none: EVAL_SAMPLES=0"
 
 
 def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path):

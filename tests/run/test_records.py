@@ -60,12 +60,9 @@ def paths_of(value, path=()):
 def replaced(record, path, value):
     if not path:
         return value
-    record = copy.deepcopy(record)
-    part = record
-    for key in path[:-1]:
-        part = part[key]
-    part[path[-1]] = value
-    return record
+    changed = copy.copy(record)
+    changed[path[0]] = replaced(record[path[0]], path[1:], value)
+    return changed
 
 
 def read_everything(run_settings, folder):
