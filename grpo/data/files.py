@@ -30,7 +30,7 @@ RESERVED_ARGUMENTS = {
 }  # fmt: skip
 PROMPT_COLUMNS = ("prompt", "user", "question")
 FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
-MOST_PROBLEMS = 20  # of each file are listed; further ones are only counted
+MOST_PROBLEMS = 20  # So many problems of a file are listed; further ones are only counted.
 ROW_LOCATION = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
 HARMONY_TOKEN = re.compile(r"<\|(?:start|end|message|channel|return|call|constrain|startoftext|endoftext)\|>")
 INSTRUCTING = ("system", "developer")  # gpt-oss's template takes these roles only in the first message
