@@ -32,7 +32,6 @@ CONFLICTS = [
     ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
     ({"ATTN_IMPL": "org/kernel", "PACKING": "prefix"}, H100, ["PACKING: org/kernel takes padded rows only"]),
     ({}, dataclasses.replace(H100, capability=7.5), ["GPU: ", "compute capability 7.5"]),
-    ({"TEMPERATURE": 2.1}, H100, ["takes at most 2"]),
     ({"EVAL_TEMPERATURE": 2.1}, H100, ["EVAL_TEMPERATURE", "takes at most 2"]),
     ({"TEMPERATURE": 0.005}, H100, ["no colder than 0.01", "USE_VLLM=0"]),
     ({"LOSS_TYPE": "vespo", "IS_CORRECTION": "sequence_mask"}, CPU, ["vespo"]),
