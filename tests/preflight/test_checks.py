@@ -153,6 +153,8 @@ def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
     assert "v_proj: 3 matrices, 1,152 parameters" in experts and "1.experts: 2 matrices, 3,840 parameters" in experts
     text = "\n".join(tiny_run(MODEL_ID="openai/gpt-oss-20b", MAX_PROMPT_LEN=2048).problems)
     assert "no GPU is visible, and openai/gpt-oss-20b needs one" in text
+    little = dataclasses.replace(CPU, ram_free=0.01)
+    assert "of memory and 0.0 GiB are free. Lower MICRO_BATCH or MAX_COMPLETION_LEN" in only(tiny_run(little).problems)
     absent, ignored = tiny_run(DRAFT_MODEL="/nowhere").problems
     assert absent.startswith("DRAFT_MODEL=/nowhere: ")
     assert ignored.startswith("DRAFT_MODEL: only vLLM takes a draft, and it does not generate here (no GPU: ")
