@@ -53,9 +53,9 @@ class Settings:
         "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, "
         "`flash_attention_3`, `eager`, or a Hub kernel (`kernels-community/...`).")
     EXPERTS: str | None = setting("Model", None, choices=("bf16", "mxfp4", "shared", "paged"), resume=True, text=
-        "How the learner holds the experts: `bf16` dequantized once; `mxfp4` quantized, in a third of the memory; "
-        "`shared` as mxfp4, in vLLM's own copy (Hopper cards); `paged` as mxfp4, in host memory while vLLM is awake; "
-        "`auto`: beside vLLM the first of shared, bf16 and paged that fits, without vLLM mxfp4 (bf16 on a CPU).")
+        "How the learner holds the experts (docs/learner.md): `bf16` dequantized once; `mxfp4` in a third of the "
+        "memory; `shared` in vLLM's own copy (Hopper cards); `paged` in host memory while vLLM is awake; `auto`: "
+        "beside vLLM the first of shared, bf16 and paged that fits, without vLLM mxfp4 (bf16 on a CPU).")
     LORA_R: int = setting("Model", 4, "rank", tiny=8, low=1, text="Rank of the LoRA adapter.")
     LORA_ALPHA: float = setting("Model", 8.0, tiny=16.0, above=0, high=10_000, text=
         "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.")
