@@ -149,6 +149,7 @@ def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
     assert "does not generate here" in only(tiny_run(EXPERTS="shared").problems)
     assert "its gradients may be wrong" in banner.banner(tiny_run(H100, ATTN_IMPL="org/kernel"))
     assert "cannot be used, see below" in banner.banner(tiny_run(OUTPUT_DIR=__file__))
+    assert dict(banner.run_lines(tiny_run(H100, USE_VLLM=1)))["rollouts"] == "vLLM: set by USE_VLLM"
     experts = banner.banner(tiny_run(LORA_R=3, LORA_TARGETS="v_proj,1.experts"))
     assert "v_proj: 3 matrices, 1,152 parameters" in experts and "1.experts: 2 matrices, 3,840 parameters" in experts
     text = "\n".join(tiny_run(MODEL_ID="openai/gpt-oss-20b", MAX_PROMPT_LEN=2048).problems)
