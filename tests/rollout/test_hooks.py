@@ -2,8 +2,6 @@
 """What this project relies on in vLLM, looked up in the source of the installed vLLM or of the one that
 tests/vllm_source.py has fetched. The source is read and never imported."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.util
@@ -23,7 +21,6 @@ from machines import H100
 from stub_vllm import SYNCS
 
 from grpo.evaluate.ask import serve_commands
-from grpo.measure.rollout import KERNELS
 from grpo.plan.engine import LORA_RANKS
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import PlanInputs, plan_memory
@@ -102,10 +99,7 @@ def test_vllm_takes_the_engine_arguments(find, sync):
     call = next(n for n in ast.walk(init) if isinstance(n, ast.Call) and ast.unparse(n.func) == "EngineArgs")
     assert None in {keyword.arg for keyword in call.keywords}, "LLM passes no **kwargs on"
     passed_on = set(fields(find("engine/arg_utils.py:EngineArgs"))) - {keyword.arg for keyword in call.keywords}
-    older = KERNELS["older-cards"]
-    assert not set(arguments | older) - named - passed_on
-    assert repr(older["moe_backend"]) in ast.unparse(find("config/kernel.py:MoEBackend"))
-    find(f"v1/attention/backends/registry.py:AttentionBackendEnum.{older['attention_backend']}")
+    assert not set(arguments) - named - passed_on
     compilation = arguments["compilation_config"]
     assert not set(compilation) - set(fields(find("config/compilation.py:CompilationConfig")))
     find(f"config/compilation.py:CUDAGraphMode.{compilation['cudagraph_mode']}")
