@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by all tests: rows written as CSVs, and the real entry point run as a subprocess."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import functools

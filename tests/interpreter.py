@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs code in Triton's interpreter, in a process of its own because it must be chosen before triton is imported."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainers on the tiny model, and their loss and gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows and rewards for verl: read and checked as by train_grpo.py, written as Parquet files and one JSON file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/ask.py on an adapter of the tiny model. Run: python -m pytest tests/evaluate/test_ask.py"""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -2,8 +2,6 @@
 """scripts/export.py: merged models that transformers loads by itself, and what it refuses. Run: python -m pytest
 tests/evaluate/test_export.py"""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

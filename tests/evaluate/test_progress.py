@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluations while a run trains, and its best adapter. Run: python -m pytest tests/evaluate/test_progress.py"""
 
-from __future__ import annotations
-
 import zipfile
 
 import pytest

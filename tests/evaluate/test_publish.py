@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/export.py --push, to a Hub on this machine. Run: python -m pytest tests/evaluate/test_publish.py"""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Following a run in the terminal. Run: python -m pytest tests/evaluate/test_watch.py"""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Direct answers: a step's gradient is that of the mean of V / S by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

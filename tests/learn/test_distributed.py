@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """However many processes share a step, they learn the same, and each generates its own whole groups."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

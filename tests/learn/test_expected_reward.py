@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected reward at the answer: its gradient is the mean of the sampled one, and everything else of a step stays."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from statistics import fmean

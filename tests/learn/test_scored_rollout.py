@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several optimizer steps that share a rollout: what they learn from, how they are resumed, and what the logs say."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

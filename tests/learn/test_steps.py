@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW steps of the trainer against TRL's own, through TRL's own loop, on the same completions."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer: its loss and gradient against plain TRL's however a step is cut, and every hook into TRL."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/prove.py: rows, collected figures, a small proof."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

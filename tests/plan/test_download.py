@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models from a Hub: what is asked for, what goes on after a break, what is said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

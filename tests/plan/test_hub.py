@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small files of a model, and what is wrong with them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

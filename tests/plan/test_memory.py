@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory plan: sizes, batches that follow, and advice where a run does not fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

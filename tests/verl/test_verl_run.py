@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/verl/run.py, its YAML files, and what verl loads of this project. verl itself is not needed."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json
