@@ -215,7 +215,8 @@ def collect(options: argparse.Namespace, log: Log) -> int:
 
 
 def prove(options: argparse.Namespace, scale: Scale) -> int:
-    """Runs the stages of --stage that are not complete, or all of them with --force; returns the exit code."""
+    """Runs the stages of --stage that are not complete, or all of them with --force; returns the exit code. Raises
+    InputError with every problem."""
     log: Log = partial(print, flush=True)
 
     def is_wanted(stage: str, complete: bool) -> bool:
@@ -233,6 +234,5 @@ def prove(options: argparse.Namespace, scale: Scale) -> int:
             heldout = Path(run_settings(options, scale)["EVAL_DATA"])
             checkpoint.write_json(options.out / CHAINS, chain_figures(options.out / "run", heldout))
         return collect(options, log) if options.stage in ("collect", "all") else 0
-    except (InputError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise InputError(str(error)) from None
