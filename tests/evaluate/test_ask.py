@@ -94,8 +94,7 @@ def test_lengths_come_from_the_environment_where_they_are_set(adapter, capsys, m
     assert f"--max-model-len {int(needed) + 30}" in printed and '"max_tokens": 30' in printed
 
 
-def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("MODEL_ID", raising=False)
+def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, capsys):
     assert ask.main([str(saved_adapter), "--serve"]) == 0
     assert f"vllm serve {ROOT / 'data' / 'tiny'}" in capsys.readouterr().out
     config = json.loads((saved_adapter / "adapter_config.json").read_text())

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 import torch
 from ranked import in_ranks
-from test_expected_reward import LOSSES, REWARDS, apart, rows_with, trainer_with
-from trainers import gradient_of, moved_by_training
+from test_expected_reward import LOSSES, REWARDS, rows_with, trainer_with
+from trainers import apart, gradient_of, moved_by_training
 
 from grpo.data.prompts import open_answer
 from grpo.learn import learner
