@@ -35,12 +35,17 @@ def answers_of(capsys, adapter, questions, *options):
     return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
 
 
-def test_one_prompt(adapter, capsys):
+def test_one_prompt(adapter, capsys, monkeypatch):
+    """Where the run kept a better adapter, it is named beside the answer."""
+    monkeypatch.setattr("grpo.evaluate.adapter.read_best", lambda folder: {"in_words": "step 5 is the best"})
     questions = [str(adapter), QUESTION, *SYSTEM]
     assert ask.main([*questions, "--base"]) == 0
     completion, action = capsys.readouterr().out.splitlines()
     assert completion == f"<|channel|>final<|message|>[{action.removeprefix('action: ')}]<|return|>"
-    assert ask.main(questions) == 0 and completion not in capsys.readouterr().out, "random weights answer otherwise"
+    assert ask.main(questions) == 0
+    printed = capsys.readouterr()
+    assert completion not in printed.out, "random weights answer otherwise"
+    assert printed.err.endswith(f"({adapter} holds the last step's adapter; step 5 is the best: {adapter / 'best'})\n")
 
 
 def test_a_completion_is_printed_to_its_last_token(adapter, capsys, monkeypatch):
