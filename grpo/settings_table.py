@@ -53,57 +53,54 @@ class Settings:
         "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, "
         "`flash_attention_3`, `eager`, or a Hub kernel (`kernels-community/...`).")
     EXPERTS: str | None = setting("Model", None, choices=("bf16", "mxfp4", "shared", "paged"), resume=True, text=
-        "How the learner holds the experts: `bf16` dequantized once; `mxfp4` quantized, in a third of the memory, each "
-        "layer dequantized when it is needed; `shared` as mxfp4, but read from vLLM's own copy (Hopper cards); `paged` "
-        "as mxfp4, but in host memory while vLLM is awake; `auto`: beside vLLM the first of shared, bf16 and paged "
-        "that fits, without vLLM mxfp4 (bf16 on a CPU).")
+        "How the learner holds the experts (docs/learner.md): `bf16` dequantized once; `mxfp4` in a third of the "
+        "memory; `shared` in vLLM's own copy (Hopper cards); `paged` in host memory while vLLM is awake; `auto`: "
+        "beside vLLM the first of shared, bf16 and paged that fits, without vLLM mxfp4 (bf16 on a CPU).")
     LORA_R: int = setting("Model", 4, "rank", tiny=8, low=1, text="Rank of the LoRA adapter.")
     LORA_ALPHA: float = setting("Model", 8.0, tiny=16.0, above=0, high=10_000, text=
         "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.")
     LORA_TARGETS: str = setting("Model", "all-linear", text=
-        "Modules that get an adapter, separated by commas: `all-linear` (q_proj, k_proj, v_proj and o_proj) or some of "
-        "these four, `experts` of all layers or `7.experts` of layer 7.")
+        "Modules that get an adapter, separated by commas: `all-linear` (q_proj, k_proj, v_proj, o_proj), single ones "
+        "of these, `experts`, `7.experts` (those of layer 7).")
     LORA_DROPOUT: float = setting("Model", 0.0, "share", low=0, high=0.9, text=
         "Dropout on the adapter's input while learning.")
     INIT_ADAPTER: str = setting("Model", "", "folder", path=True, text=
-        "LoRA adapter that the run starts from, for example one from scripts/sft.py; its rank, alpha and targets "
-        "replace the defaults. Empty: a fresh adapter.")
+        "LoRA adapter to start from, such as one from scripts/sft.py; its rank, alpha and targets replace the "
+        "defaults. Empty: a fresh adapter.")
 
     TASK: str = setting("Data", "tes", choices=tuple(TASKS), text=
-        "What is learned; it sets the defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).")
+        "What is learned: sets the defaults of DATA, REWARDS, SYSTEM_PROMPT and more (docs/tasks.md).")
     DATA: str = setting("Data", "data/tes_train.csv", tiny="data/tes_train_compact.csv", resume=True, text=
         "Training rows, separated by commas: CSV, JSON-lines and Parquet files, globs, data sets of the Hub "
         "(`org/name:config:split`).")
     EVAL_DATA: str | None = setting("Data", None, resume=True, text=
-        "Held-out rows for the evaluations, in the form of DATA; `auto`: the demo's held-out rows for the demo's DATA, "
-        "else EVAL_SHARE of DATA.")
+        "Held-out rows for evaluations, in the form of DATA; `auto`: the demo's for the demo's DATA, else EVAL_SHARE "
+        "of DATA.")
     EVAL_SHARE: float = setting("Data", 0.1, "share", low=0, high=0.5, text=
-        "Share of DATA that is held out where EVAL_DATA is auto: whole days where rows carry a date, else whole "
-        "prompts; 0 holds nothing out.")
+        "Share of DATA held out where EVAL_DATA is auto: whole days where rows carry a date, else whole prompts.")
     EVAL_SAMPLES: int = setting("Data", 4, "completions", tiny=8, low=0, high=1000, resume=True, text=
-        "Completions per held-out prompt, and runs through the closed loop, in each evaluation; 0 skips evaluations.")
+        "Completions per held-out prompt, and passes through the closed loop, in each evaluation; 0 skips evaluations.")
     EVAL_TEMPERATURE: float = setting("Data", 0.5, above=0, high=10, resume=True, text=
-        "Sampling temperature of every evaluation (vLLM: 0.01 to 2); the greedy answer is measured as well.")
+        "Sampling temperature of evaluations (vLLM: 0.01 to 2); the greedy answer is measured as well.")
     EVAL_EXACT: bool = setting("Data", True, resume=True, text=
-        "Evaluate small models without vLLM by the probabilities of all answers `[k]` instead of samples; set 0 for a "
-        "model that reasons before it answers.")
+        "Evaluate small models without vLLM by the probabilities of all answers `[k]`; set 0 for one that reasons "
+        "before it answers.")
     EVAL_STEPS: int = setting("Data", 50, "steps", tiny=100, low=0, resume=True, text=
-        "Steps between two evaluations during training; 0: evaluate only before and after it.")
+        "Steps between evaluations while training; 0: evaluate only before and after it.")
     BEST_BY: str | None = setting("Data", None, choices=(*BEST_BY_NAMES, "reward"), resume=True, text=
-        "Figure that chooses the best adapter: held-out `reward`, or `plant`, the figure of the task's simulator "
-        "(regret of the closed loop); `auto`: the simulator's if it runs, else reward.")
+        "Figure that chooses the best adapter: held-out `reward`, or `plant`, the closed loop's regret; `auto`: the "
+        "simulator's figure if it runs, else reward.")
     EVAL_PROFILE: str | None = setting("Data", None, resume=True, text=
         "Input files of the task's simulator: hourly profiles for the plant's closed loop; `auto`: the demo's for the "
-        "demo's rows, else no simulation; empty skips it.")
+        "demo's rows, else none; empty: no simulation.")
     SYSTEM_PROMPT: str = setting("Data", "", text=
-        "System message of rows that are not rendered and have none; gpt-oss's template puts it into the developer "
-        "message.")
+        "System message of rows that are not rendered and have none.")
     REASONING_EFFORT: str = setting("Data", "medium", tiny="low", choices=("low", "medium", "high"), text=
-        "Reasoning effort that the chat template writes into prompts which are not rendered yet.")
+        "Reasoning effort that the chat template writes into prompts that are not rendered.")
     PROMPT_DATE: str = setting("Data", "2025-11-06", "date", date=True, text=
         "Current date that the chat template writes, fixed so that a resumed run sees the same prompts.")
     MAX_PROMPT_LEN: int = setting("Data", 2048, "tokens", tiny=256, low=1, text=
-        "Longest prompt that is accepted; a longer one is an error and is never cut.")
+        "Longest prompt that is accepted; a longer one is an error, never cut.")
 
     REWARDS: str | None = setting("Rewards", None, text=
         "Reward functions, `name=weight,...`: regret, cost, action, best, shortfall, format, gsm8k, or "
@@ -115,28 +112,25 @@ class Settings:
     SCALE_REWARDS: str | None = setting("Rewards", None, choices=("group", "batch", "none"), text=
         "Divide advantages by the standard deviation of the group, of the batch, or not at all; `auto`: group.")
     EXPECTED_REWARD: bool | None = setting("Rewards", None, text=
-        "Learn at the answer `[k]` from the rewards of all actions, each by its probability, instead of the sampled "
-        "action's alone; `auto`: where all rows have reward_action_k and REWARDS hold a function of the action alone.")
+        "Learn at the answer `[k]` from the rewards of all actions, each by its probability; `auto`: where all rows "
+        "have reward_action_k and REWARDS hold a function of the action alone.")
     DIRECT_ANSWERS: bool = setting("Rewards", False, text=
-        "End every prompt in the final channel with `[`, so that one token is the answer and nothing has to be sampled "
-        "to learn from (docs/learner.md).")
+        "End every prompt in the final channel with `[`, so that one token is the answer (docs/learner.md).")
     MASK_TRUNCATED: bool = setting("Rewards", False, text=
         "Leave completions that reach MAX_COMPLETION_LEN out of the loss (running too long then costs nothing).")
 
     USE_VLLM: bool | None = setting("Rollouts", None, resume=True, text=
-        "Generate with vLLM beside the trainer (MXFP4 weights, asleep while learning) instead of transformers; "
-        "`auto`: on a GPU.")
+        "Generate with vLLM (MXFP4 weights, asleep while learning) instead of transformers; `auto`: on a GPU.")
     ROLLOUT_SYNC: str | None = setting("Rollouts", None, choices=("merge", "lora"), resume=True, text=
         "Weight sync, how vLLM gets the adapter: `merge` pushes merged attention weights, rounded at random, `lora` "
         "loads the adapter natively; `auto`: lora with experts in LORA_TARGETS, else merge.")
     VLLM_GPU_MEM: float | None = setting("Rollouts", None, "share", above=0, high=0.95, resume=True, text=
-        "The most of the whole GPU that vLLM may take while awake; `auto` plans it from one step's key-value cache "
-        "and the free memory.")
+        "The most of the whole GPU that vLLM may take while awake; `auto` plans it.")
     VLLM_EAGER: bool = setting("Rollouts", False, resume=True, text=
-        "Run vLLM without compilation and CUDA graphs: a first start is faster, generation ten times slower.")
+        "Run vLLM without compilation and CUDA graphs: the first start is faster, generation ten times slower.")
     DRAFT_MODEL: str = setting("Rollouts", "", path=True, resume=True, text=
-        "Folder of an EAGLE-3 draft, with which vLLM guesses tokens; samples and log-probs stay the model's. Empty: no "
-        "draft (docs/rollouts.md).")
+        "Folder of an EAGLE-3 draft with which vLLM guesses tokens; samples and log-probs stay the model's "
+        "(docs/rollouts.md). Empty: none.")
     IS_CORRECTION: str = setting(
         "Rollouts", "token_truncate",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"), text=
@@ -144,8 +138,8 @@ class Settings:
     IS_CLIP_MAX: float = setting("Rollouts", 3.0, "ratio", above=1, text=
         "Importance ratios are truncated or masked above this.")
     PARITY: str = setting("Rollouts", "on", choices=("on", "off"), resume=True, text=
-        "Train/inference mismatch check: compare vLLM's log-probs with the trainer's before the first step, and stop "
-        "(exit code 3) where they differ.")
+        "Mismatch check: compare vLLM's log-probs with the trainer's before the first step, and stop (exit code 3) "
+        "where they differ.")
     PARITY_LIMIT: float = setting("Rollouts", 0.05, "nats", above=0, resume=True, text=
         "Largest mean difference of log-probs that the mismatch check accepts.")
     PROMPTS_PER_STEP: int = setting("Rollouts", 12, "prompts", tiny=8, low=1, high=MOST_COMPLETIONS, text=
@@ -153,12 +147,12 @@ class Settings:
     STEPS_PER_GENERATION: int = setting("Rollouts", 1, "steps", low=1, high=1000, text=
         "Optimizer steps that share a rollout of STEPS_PER_GENERATION x PROMPTS_PER_STEP prompts, each with its own.")
     NUM_ITERATIONS: int = setting("Rollouts", 1, "times", low=1, high=1000, text=
-        "How often the completions of a rollout are learned from, in as many times the steps.")
+        "How often a rollout's completions are learned from; multiplies the steps that share it.")
     NUM_GENERATIONS: int = setting("Rollouts", 8, "completions", low=2, high=MOST_COMPLETIONS, text=
         "Completions per prompt: the group that advantages compare.")
     GENERATION_BATCH: int | None = setting("Rollouts", None, "completions", low=1, resume=True, text=
         "Completions that transformers generates at once; must divide STEPS_PER_GENERATION x PROMPTS_PER_STEP x "
-        "NUM_GENERATIONS; `auto` plans it from the free memory.")
+        "NUM_GENERATIONS; `auto` plans it.")
     MAX_COMPLETION_LEN: int = setting("Rollouts", 4000, "tokens", tiny=12, low=1, text=
         "Longest completion; one that reaches it counts as truncated.")
     TEMPERATURE: float = setting("Rollouts", 1.0, tiny=1.5, above=0, high=10, text=
@@ -174,13 +168,13 @@ class Settings:
     LR_SCHEDULER: str = setting(
         "Learner", "constant_with_warmup", tiny="linear",
         choices=("constant", "constant_with_warmup", "linear", "cosine"), text=
-        "Learning-rate schedule; linear and cosine fall to 0 at TOTAL_STEPS, so the rate jumps up again where a "
-        "finished run is given more steps.")
+        "Learning-rate schedule; linear and cosine fall to 0 at TOTAL_STEPS, and jump up again where a finished run "
+        "gets more steps.")
     WARMUP_STEPS: int = setting("Learner", 0, "steps", low=0, text="Steps over which the learning rate rises from 0.")
     WEIGHT_DECAY: float = setting("Learner", 0.0, low=0, high=10, text="AdamW's weight decay.")
     MAX_GRAD_NORM: float = setting("Learner", 1.0, "norm", above=0, text="Gradients are scaled down to this norm.")
     MICRO_BATCH: int | None = setting("Learner", None, "completions", low=1, resume=True, text=
-        "Completions of MAX_COMPLETION_LEN in one micro-batch, a matter of memory, not of learning; `auto` plans it.")
+        "Completions of MAX_COMPLETION_LEN in one micro-batch; changes memory, not learning; `auto` plans it.")
     PACKING: str | None = setting("Learner", None, choices=("prefix", "none"), resume=True, text=
         "`prefix` computes a prompt once for all its completions, `none` once for each; `auto`: prefix where the "
         "attention supports it.")
@@ -193,12 +187,12 @@ class Settings:
     BETA: float = setting("Learner", 0.0, low=0, high=1000, text=
         "Weight of the KL penalty against the base model; 0 saves a forward pass.")
     EPSILON: float = setting("Learner", 0.2, above=0, text=
-        "Lower clip range of the policy ratio, which is 1 with one step a rollout: nothing is clipped.")
+        "Lower clip range of the policy ratio, which is 1 with one step a rollout.")
     EPSILON_HIGH: float | None = setting("Learner", None, above=0, text=
         "Upper clip range; with one step a rollout it acts only with cispo and a value below 1; `auto`: EPSILON, 5.0 "
         "for cispo.")
     IMPORTANCE_SAMPLING_LEVEL: str = setting("Learner", "token", choices=("token", "sequence"), text=
-        "Policy ratios by token, or one for each completion, their geometric mean (GSPO).")
+        "Policy ratios by token, or by completion, their geometric mean (GSPO).")
     SEED: int = setting("Learner", 42, low=0, high=2**31 - 1, text=
         "Seed of prompt order, adapter initialization and sampling.")
 
@@ -210,7 +204,7 @@ class Settings:
     OVERWRITE: bool = setting("Output", False, resume=True, text=
         "Delete the run that is in OUTPUT_DIR and start again.")
     REPORT_TO: str = setting("Output", "none", resume=True, text=
-        "Trackers of the Trainer, separated by commas: none, wandb, tensorboard, trackio.")
+        "Trackers, separated by commas: none, wandb, tensorboard, trackio.")
     ALLOW_UNTESTED: bool = setting("Output", False, resume=True, text=
         "Go on with package versions outside the tested range.")
     IGNORE_VARS: str = setting("Output", "", resume=True, text=
