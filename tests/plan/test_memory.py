@@ -115,6 +115,8 @@ RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tok
     ("shared-h200", "shared_job_peak_gib", WHOLE_H200, {"EXPERTS": "shared"}, 0.05),
     ("shared-h200", "bf16_job_peak_gib", WHOLE_H200, {"EXPERTS": "bf16"}, 0.05),
     ("shared-kept-h200", "shared_kept_job_peak_gib", WHOLE_H200, KEPT_BY_24, 0.05),
+    ("shared-kept-h200", "paged_22_job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
+    ("experts-bf16-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "bf16"}, 0.05),
     ("experts-shared-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "shared", "GRADIENT_CHECKPOINTING": False}, 0.05),
     ("experts-120b-h200", "job_peak_gib", WHOLE_H200, {"EXPERTS": "shared"}, 0.05),
     ("experts-120b-h100", "job_peak_gib", 79.2, {"EXPERTS": "shared"}, 0.05),
@@ -125,6 +127,7 @@ RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tok
     ("experts-shared-22-4000-h200", "job_peak_gib", 22.0, {"EXPERTS": "shared", "MAX_COMPLETION_LEN": 4000}, 0.05),
     ("experts-shared-22-h200", "job_peak_gib", 22.0, {"EXPERTS": "shared"}, 0.05),
     ("experts-paged-22-h200", "job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
+    ("experts-paged-22-older-cards-h200", "job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
     ("step-h200", "job_peak_bf16_gib", WHOLE_H200, {"EXPERTS": "bf16", "MAX_COMPLETION_LEN": 4000}, 0.01),
     ("step-h200", "w1_job_peak_mxfp4_gib", 40.0, {"EXPERTS": "mxfp4"}, 0.05),
     # Without vLLM the CUDA context counts as a part of the tenth that stays free.
