@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.evaluate.adapter import note_best
 from grpo.evaluate.ask import as_csv, ask, serve_commands
-from grpo.run.best import read_best
 from grpo.run.ending import run_script
 from grpo.settings import in_range
 
@@ -49,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Progress goes to stderr: stdout may be redirected to a file of answers.
     with contextlib.redirect_stdout(sys.stderr):
         answers = ask(args)
-    if best := read_best(args.adapter).get("in_words"):
-        print(f"({args.adapter} holds the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
+    note_best(args.adapter)
     if args.csv:
         print(as_csv(answers), end="")
     else:

@@ -13,8 +13,7 @@ M is the folder of a checkpoint (docs/models.md, "Full"), D training CSVs.
 `rollout` runs three steps of 12 prompts x 8 completions x 512 tokens through the entry point, or what the settings say
 instead, and records their time and memory, the mismatch check, and whether frozen weights have changed. Exit code 1 if
 they have, that of the run if it fails. It takes `--set NAME=VALUE` for any setting, `--free-gib` to occupy the rest of
-the GPU, `--tokens` for shorter completions than MAX_COMPLETION_LEN (whose memory is planned nevertheless), and
-`--kernels older-cards` for the kernels that vLLM takes on such cards.
+the GPU, and `--tokens` for shorter completions than MAX_COMPLETION_LEN (whose memory is planned nevertheless).
 
 `many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling), and
 with the same work in all, of 96 and of 384 completions (strong scaling). The JSON is written after each run; `--resume`
@@ -62,7 +61,6 @@ def parse_args() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rollout = add_command(commands, "rollout", "a run's time, memory and weights, at any settings", True)
     rollout.add_argument("--free-gib", type=float, help="GiB of the GPU that the run gets (default: all)")
-    rollout.add_argument("--kernels", choices=("own", "older-cards"), default="own", help="kernels of vLLM's attention")
     rollout.add_argument("--tokens", type=int, help="length at which vLLM's completions end")
     many = add_command(commands, "many", "the same step on 1, 2, ... GPUs", True)
     many.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="numbers of GPUs (default 1 2)")

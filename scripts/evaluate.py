@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.evaluate.adapter import note_best
 from grpo.evaluate.by_hand import evaluate_rows, simulate
-from grpo.run.best import read_best
 from grpo.run.ending import run_script
 from grpo.settings import in_range
 
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text, path = evaluate_rows(args) if args.data else simulate(args)
     print(text)
     print(f"written: {path}")
-    if args.run and (best := read_best(args.run).get("in_words")):
-        print(f"({args.run} holds the last step's adapter; {best}: {args.run / 'best'})", file=sys.stderr)
+    if args.run:
+        note_best(args.run)
     return 0
 
 

@@ -22,9 +22,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from safetensors import SafetensorError
 
+from grpo.evaluate.adapter import note_best
 from grpo.evaluate.export import export, prepare
 from grpo.evaluate.publish import staged_adapter
-from grpo.run.best import read_best
 from grpo.run.ending import run_script
 from grpo.run.hub import check_account, upload
 from grpo.settings import format_exception
@@ -49,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.push:
             check_account(args.push)
-        if best := read_best(args.adapter).get("in_words"):
-            print(f"({args.adapter} holds the last step's adapter; {best}: {args.adapter / 'best'})", file=sys.stderr)
+        note_best(args.adapter)
         if not args.out:
             s, _, base = prepare(args)
             with staged_adapter(s, args.adapter, base) as folder:

@@ -54,8 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of weights and warm-up (default %(default)s)")
     text = "a setting of train_grpo.py"
     add("--set", type=parse_assignment, action="append", default=[], metavar="NAME=VALUE", help=text)
-    add("--results", type=Path, default=ROOT / "docs/results/proof.json", help="JSON to write")
-    add("--report-name", default="proof-report.html", help="name of the report, beside the JSON")
+    add("--results", type=Path, default=ROOT / "docs/results/proof.json", help="JSON to write, beside the report")
     add("--force", action="store_true", help="repeat stages that are complete")
     return parser.parse_args(argv)
 

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.plan.hub import fetch_weights
 from grpo.preflight.sft import sft_preflight
 from grpo.run.ending import run_script
+from grpo.settings import InputError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,14 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the adapter")
     resolved, answers = sft_preflight(os.environ, parser.parse_args(argv).out)
     if resolved.problems:
-        print(*resolved.problems, sep="\n", file=sys.stderr)
-        return 2
+        raise InputError(*resolved.problems)
     from grpo.learn.sft import learn_answers  # Heavy modules are imported after the checks.
     from grpo.model.load import unseen_gpu
 
     if problem := unseen_gpu(resolved.machine) or fetch_weights(resolved.settings.MODEL_ID, resolved.files):
-        print(problem, file=sys.stderr)
-        return 2
+        raise InputError(problem)
     s, rows = resolved.settings, sum(map(bool, answers))
     print(f"{s.MODEL_ID}: {s.TOTAL_STEPS} steps of {s.PROMPTS_PER_STEP} of {rows} rows with an answer", flush=True)
     folder = learn_answers(resolved, answers)

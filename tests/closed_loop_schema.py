@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fields of closed_loop.json that docs/evaluation.md and the report rely on."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by all tests: rows written as CSVs, and the real entry point run as a subprocess."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import functools
@@ -28,6 +26,7 @@ CLEAN |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUF
 # More threads than free cores make the tiny model's many small operations wait for each other.
 CLEAN |= {"OMP_NUM_THREADS": "1"}
 
+os.environ.pop("MODEL_ID", None)  # It would replace the base model that an adapter names.
 # A shell starts what runs in its background deaf to Ctrl-C, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What crashes and disks do to a file."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainers on the tiny model with a stub of vLLM beside them, and log-probs of both for the same tokens."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

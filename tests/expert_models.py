@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiny model with its experts packed or not."""
 
-from __future__ import annotations
-
 import torch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 

@@ -5,8 +5,6 @@ The completions depend on the prompt, their position in the group and the step, 
 processes.
 """
 
-from __future__ import annotations
-
 import collections
 import sys
 import zlib

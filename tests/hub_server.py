@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hub on this machine: models, datasets, tokens, gates, ranges, broken lines, uploads. No redirects, xet or LFS."""
+"""A Hub on this machine: models, datasets, tokens, gates, uploads. No redirects, ranges, xet or LFS."""
 
 from __future__ import annotations
 
@@ -44,15 +44,11 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 class HubServer:
-    """`with HubServer() as hub` serves what was added under `hub.url`, and records the requests.
-
-    asked: (method, path, Range or "") of each request. cut: path in the repository -> number of bytes after which the
-    connection breaks, once."""
+    """`with HubServer() as hub` serves what was added under `hub.url`, and records (method, path) of each request."""
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}
-        self.asked: list[tuple[str, str, str]] = []
-        self.cut: dict[str, int] = {}
+        self.asked: list[tuple[str, str]] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": self}))
         self.server.handle_error = lambda *_: None  # A client that hung up is no error.
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -74,13 +70,9 @@ class HubServer:
         online = dict.fromkeys(["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"], "0")
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "no_proxy": "127.0.0.1"} | online
 
-    def fetched(self) -> dict[str, list[str]]:
-        """The files that were asked for by GET, and the Range of each request ("" for the whole file)."""
-        ranges: dict[str, list[str]] = {}
-        for method, path, byte_range in self.asked:
-            if method == "GET" and (match := FILE.match(path)):
-                ranges.setdefault(match[4], []).append(byte_range)
-        return ranges
+    def fetched(self) -> list[str]:
+        """The files that were asked for by GET, in alphabetical order."""
+        return sorted(match[4] for method, path in self.asked if method == "GET" and (match := FILE.match(path)))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -99,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_write(self, name: str | None, action: str) -> None:
         """An upload's requests: every file comes inside its commit, none through LFS."""
         posted = list(map(json.loads, self.rfile.read(int(self.headers["Content-Length"])).splitlines()))
-        self.hub.asked.append((self.command, self.path, ""))
+        self.hub.asked.append((self.command, self.path))
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self.refuse(403, "", "You have no write access")
         elif action == "repos/create":
@@ -121,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         posted = parse_qs(self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode())
         path = unquote(urlsplit(self.path).path)
-        self.hub.asked.append((self.command, path, self.headers.get("Range", "")))
+        self.hub.asked.append((self.command, path))
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         page, file = API.match(path), FILE.match(path)
         kind, name = (page[1], page[2]) if page else ("datasets" if file and file[1] else "models", file and file[2])
@@ -160,17 +152,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_file(self, repo: Repo, name: str) -> None:
         content = repo.files[name]
-        byte_range = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        first = int(byte_range[1]) if byte_range else 0
-        headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": repo.commit, "Accept-Ranges": "bytes"}
-        if byte_range:
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
-        self.begin(206 if byte_range else 200, headers | {"Content-Length": str(len(content) - first)})
-        if self.command == "HEAD":
-            return
-        end = self.hub.cut.pop(name, len(content))
-        self.wfile.write(content[first:end])
-        self.close_connection = end < len(content)
+        headers = {"ETag": f'"{etag(content)}"', "X-Repo-Commit": repo.commit}
+        self.begin(200, headers | {"Content-Length": str(len(content))})
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.send_response(status)

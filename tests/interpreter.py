@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs code in Triton's interpreter, in a process of its own because it must be chosen before triton is imported."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path
@@ -13,9 +11,10 @@ from conftest import ROOT, run_python
 
 
 def cached_source() -> Path:
-    """The folder of vLLM's source; skips the test where it is missing."""
+    """The folder of vLLM's source; where it is missing, the test is skipped, and fails in CI."""
     if not (folder := vllm_source.cached_source()).is_dir():
-        pytest.skip("vLLM's source is not in the cache: `python tests/vllm_source.py` gets it (290 MiB)")
+        missing = "vLLM's source is not in the cache: `python tests/vllm_source.py` gets it (290 MiB)"
+        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
     return folder
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines, package versions and a large model that tests pretend to have, and the problems with them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

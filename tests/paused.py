@@ -4,8 +4,6 @@
 It gives no rewards. With it no test has to be faster than the run that it watches.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@
 One more process holds the store, as torchrun's own process does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

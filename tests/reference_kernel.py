@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A flash kernel in plain torch, with the interface of attention.Kernel: for tests on a CPU, in any float type."""
 
-from __future__ import annotations
-
 import torch
 
 from grpo.model.attention import Kernel

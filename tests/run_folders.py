@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes folders as a run leaves them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of the entry point as a user starts them, and their results."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -12,8 +12,6 @@ It keeps of vLLM 0.26 (files of that version in brackets):
 Where vLLM hangs because it is asleep, or returns wrong text because its prefix cache is stale, the stub raises.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documentation: generated parts are current, links work, and named files, settings and options exist."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The house: imports go one way, light rooms stay light, nothing grows too long, and every name means something."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines about work that takes time, and threads that write them."""
 
-from __future__ import annotations
-
 import io
 import re
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainers on the tiny model, and their loss and gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -24,7 +22,9 @@ from grpo.preflight.adapter import lora_options
 from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
 from grpo.run.ending import StopRequest
 from grpo.run.ranks import Ranks
-from grpo.settings import Settings
+from grpo.settings import FIELDS, Settings
+
+LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
 
 
 def four_rows():
@@ -176,6 +176,20 @@ def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=Fa
         run.packing = packing or run.packing
         loss = trainer.learn(trainer.model, inputs, answers)
     return loss.item(), gradient_of(trainer)
+
+
+def apart(vector, other):
+    """The norm of the difference of two vectors, relative to that of the second."""
+    return ((vector - other).norm() / other.norm()).item()
+
+
+def score_completions(trainer, ids, logps=None):
+    """The scored batch of a step whose completions are `ids`, with an engine's log-probs of them or none."""
+    trainer._generate_single_turn = lambda *arguments: (ids, logps)
+    trainer.model.train()
+    group = trainer.num_generations
+    inputs = [{"prompt": row.prompt, "row": n} for n, row in enumerate(trainer.run.rows) for _ in range(group)]
+    return trainer._generate_and_score_completions(inputs)
 
 
 def gradient_of(trainer):

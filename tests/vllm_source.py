@@ -4,8 +4,6 @@
 python tests/vllm_source.py    # downloads 290 MiB once and keeps 33 MB of it, the .py files, in the user's cache
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

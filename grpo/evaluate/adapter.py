@@ -3,13 +3,14 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from grpo.plan.hub import ModelFiles, count_parameters, find_model
 from grpo.plan.machine import GIB, Machine
 from grpo.preflight.adapter import CONFIG, missing_files
-from grpo.run.best import adapter_fault
+from grpo.run.best import adapter_fault, read_best
 from grpo.run.durable import read_json
 from grpo.run.layout import SETTINGS
 from grpo.settings import Problems, Settings, load_settings, show
@@ -60,6 +61,12 @@ def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Sett
     if fault:
         problems.add(str(adapter), fault, "Name a run's folder, its best/, or a checkpoint")
     return settings, problems
+
+
+def note_best(adapter: Path) -> None:
+    """Prints to stderr which adapter was the best, if `adapter` is the folder of a run that kept it."""
+    if best := read_best(adapter).get("in_words"):
+        print(f"({adapter} holds the last step's adapter; {best}: {adapter / 'best'})", file=sys.stderr)
 
 
 def check_model(settings: Settings, adapter: Path | None, machine: Machine, problems: Problems) -> ModelFiles | None:

@@ -55,7 +55,7 @@ def about_training(adapter: Path) -> str:
         run = read_run(folder)
     except (InputError, OSError):  # scripts/sft.py writes no metrics
         return settings
-    run_facts = table(["", ""], [[name, value] for name, value in facts(run) if name not in ("Run", "Last step")])
+    run_facts = table(["", ""], list(map(list, facts(run))))
     return f"""## Data and training
 
 {run_facts}

@@ -95,18 +95,9 @@ class RewardLookup:
             table = self.rewards_of_actions(completion.row, state) if position >= 0 else []
             if action is None or not table or any(map(math.isnan, [*values, *table])):
                 answers.append(AnswerRewards(total(earned), other_reward=other_reward))
-                continue
-            unreadable, *actions = table
-            answers.append(
-                AnswerRewards(
-                    base_reward=unreadable + other_reward,
-                    position=position,
-                    tokens=action_tokens(self.tokenizer, len(actions)),
-                    gains=[reward - unreadable for reward in actions],
-                    other_reward=other_reward,
-                    surplus=sampled_reward - actions[action],
-                )
-            )
+            else:
+                surplus = sampled_reward - table[1 + action]
+                answers.append(self.expected_answer(table, position, other_reward, surplus))
         return answers
 
     def look_up_rows(self, rows: Sequence[Row], state: TrainerState) -> list[AnswerRewards]:
@@ -114,11 +105,18 @@ class RewardLookup:
         the chosen action. If a function leaves an answer to a row out, the row has no reward."""
         answers = []
         for row in rows:
-            unreadable, *actions = table = self.rewards_of_actions(row, state)
-            gains = [reward - unreadable for reward in actions]
-            answer = AnswerRewards(unreadable, 0, action_tokens(self.tokenizer, len(actions)), gains)
-            answers.append(AnswerRewards(math.nan) if any(map(math.isnan, table)) else answer)
+            table = self.rewards_of_actions(row, state)
+            answers.append(AnswerRewards(math.nan) if any(map(math.isnan, table)) else self.expected_answer(table, 0))
         return answers
+
+    def expected_answer(
+        self, table: Sequence[float], position: int, other_reward: float = 0.0, surplus: float = 0.0
+    ) -> AnswerRewards:
+        """The AnswerRewards of a completion that names its action at `position`, from what `rewards_of_actions` gives
+        its row."""
+        unreadable, *actions = table
+        gains, tokens = [reward - unreadable for reward in actions], action_tokens(self.tokenizer, len(actions))
+        return AnswerRewards(unreadable + other_reward, position, tokens, gains, other_reward, surplus)
 
 
 def expected_text(completions: Sequence[Completion], answers: Sequence[AnswerRewards]) -> str:

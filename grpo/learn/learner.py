@@ -70,7 +70,8 @@ class Learner(GRPOTrainer):
         total = torch.zeros((), device=mask.device)
         logps = torch.zeros(mask.shape, device=mask.device)
         ratios = torch.zeros(mask.shape, device=mask.device)
-        sums: collections.Counter[str] = collections.Counter()
+        sums: collections.Counter[str] = collections.Counter()  # Of the logged metrics, over micro-batches.
+        names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
         for rows, packed in with_progress("learning", self.micro_batches(batch), "micro-batch", first_s=LINE_S):
             with self.accelerator.autocast():
                 states = hidden_states(base, packed, self.run.attention)
@@ -89,7 +90,9 @@ class Learner(GRPOTrainer):
             if "old_per_token_logps" in batch or self.importance_sampling_level == "sequence":
                 old = micro_batch.get("old_per_token_logps", policy)
                 micro_batch["old_per_token_logps"] = self.comparable_logps(token_logps, old, mask[rows])
-            loss, metrics = self.micro_batch_loss(micro_batch, batch, token_logps, entropy)
+            loss, metrics = self.liger_loss(micro_batch, batch, token_logps)
+            summands = {name: value.item() for name, value in zip(names, metrics, strict=True)}
+            sums.update(summands | {"entropy": (entropy.detach().sum() / mask.sum()).item()})
             if answers is not None and len(packed.targets):
                 row_answers = answers[rows]
                 probabilities = self.action_probabilities(base, leaf, packed, row_answers, mask[rows])
@@ -98,7 +101,6 @@ class Learner(GRPOTrainer):
             loss.backward()
             states.backward(leaf.grad)
             total += loss.detach()
-            sums.update(metrics)
         if self.run.ranks.size > 1:
             sum_over_ranks(self.run.ranks, [*adapter_gradients(model), total, logps, ratios])
             sums_of_ranks, sums = self.run.ranks.share(sums), collections.Counter()
@@ -205,7 +207,9 @@ class Learner(GRPOTrainer):
         return -torch.autograd.grad(self.liger_loss(advantage_of_1, batch, logps)[0], logps)[0]
 
     def liger_loss(self, micro_batch: Batch, batch: Batch, logps: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Liger's loss of LOSS_TYPE, of a `micro_batch` of `batch` with log-probs (b, C), and its metrics.
+        """What a `micro_batch` with log-probs (b, C) contributes to the loss of the whole `batch`, as Liger computes
+        LOSS_TYPE, and to its metrics: the KL divergence, if there is a reference, and the share of clipped tokens.
+
         Where `advantages` are (b, C) instead of (b,), completions become sequences of shape (b, 1, C), as Liger spreads
         advantages over the last dimension."""
         names = ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio")
@@ -233,16 +237,6 @@ class Learner(GRPOTrainer):
             vllm_is_ratio=ratio,
             num_items_in_batch=batch["num_items_in_batch"],
         )
-
-    def micro_batch_loss(
-        self, micro_batch: Batch, batch: Batch, logps: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, dict[str, float]]:
-        """The part of the loss of `batch` that a `micro_batch` contributes, from log-probs and entropies (b, C), and
-        its summands of the logged metrics."""
-        loss, metrics = self.liger_loss(micro_batch, batch, logps)
-        names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
-        sums = {name: value.item() for name, value in zip(names, metrics, strict=True)}
-        return loss, sums | {"entropy": (entropy.detach().sum() / batch["completion_mask"].sum()).item()}
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs

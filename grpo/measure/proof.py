@@ -130,7 +130,7 @@ def chain_figures(run: Path, heldout: Path) -> record.Json:
     """How often the plans of the base model and of the adapter in `run` are the best action, in one chain for each
     held-out prompt at EVAL_TEMPERATURE, and the expected reward of both models' answers behind both models' chains. The
     answers are not sampled."""
-    options = argparse.Namespace(adapter=run, model=None, serve=False, csv=heldout, system=None, out=None)
+    options = argparse.Namespace(adapter=run, model=None, serve=False, csv=heldout, system=None)
     settings, files, rows = prepare(options)
     model = start_model(settings, files, run, read_machine(), use_vllm=False)
     prompts = [row.prompt for row in rows]
@@ -208,14 +208,15 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     results += run_figures(options.out) + record.tabled(CHAIN_FIGURES, read_json(options.out / CHAINS))
     record.write(options.results, results, command, more)
     if (run / "report.html").is_file():
-        shutil.copyfile(run / "report.html", options.results.with_name(options.report_name))
+        shutil.copyfile(run / "report.html", options.results.with_name("proof-report.html"))
     for name, passed in verdicts.items():
         log(f"{'PASS' if passed else 'FAIL'}: {name} {'improved' if passed else 'did not improve'} beyond its interval")
     return 0 if all(verdicts.values()) else 1
 
 
 def prove(options: argparse.Namespace, scale: Scale) -> int:
-    """Runs the stages of --stage that are not complete, or all of them with --force; returns the exit code."""
+    """Runs the stages of --stage that are not complete, or all of them with --force; returns the exit code. Raises
+    InputError with every problem."""
     log: Log = partial(print, flush=True)
 
     def is_wanted(stage: str, complete: bool) -> bool:
@@ -233,6 +234,5 @@ def prove(options: argparse.Namespace, scale: Scale) -> int:
             heldout = Path(run_settings(options, scale)["EVAL_DATA"])
             checkpoint.write_json(options.out / CHAINS, chain_figures(options.out / "run", heldout))
         return collect(options, log) if options.stage in ("collect", "all") else 0
-    except (InputError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:
+        raise InputError(str(error)) from None

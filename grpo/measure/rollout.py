@@ -26,12 +26,6 @@ from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine, Generated
 from grpo.run.child import run_child
 
-# What `--kernels` adds to vLLM's arguments. On cards before Hopper vLLM computes attention in Triton, because of the
-# sinks, and the experts by Marlin.
-KERNELS: dict[str, dict[str, str]] = {
-    "own": {},
-    "older-cards": {"attention_backend": "TRITON_ATTN", "moe_backend": "marlin"},
-}
 SUM_PARTS = 32  # in which `bit_sums` adds up a tensor
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 RUN = """
@@ -90,20 +84,16 @@ class RunWatch:
 
     trainer: Trainer
 
-    def __init__(self, stack: contextlib.ExitStack, kernels: str, tokens: int | None) -> None:
-        self.kernels, self.tokens = KERNELS[kernels], tokens
+    def __init__(self, stack: contextlib.ExitStack, tokens: int | None) -> None:
+        self.tokens = tokens
         self.born, self.free_before = psutil.Process().create_time(), read_machine().gpu_free
         self.startup_s = self.asleep_gib = 0.0
         self.lent: dict[str, Tensor] = {}
         self.sums: dict[str, int] = {}
         self.tok_s: list[float] = []  # tokens per second of each rollout
-        stack.enter_context(intercept(rollout_engine, "engine_arguments", self.engine_arguments))
         stack.enter_context(intercept(rollout_engine, "start_engine", self.start_engine))
         stack.enter_context(intercept(Engine, "rollout", self.rollout))
         stack.enter_context(intercept(Trainer, "learn", self.learn))
-
-    def engine_arguments(self, engine_arguments: Function, *arguments: Any) -> Json:
-        return engine_arguments(*arguments) | self.kernels
 
     def start_engine(self, start_engine: Function, *arguments: Any) -> Engine:
         """Starts the engine, measures what it holds while it sleeps, makes its completions as long as they may be, and
@@ -186,7 +176,7 @@ def run_figures(options: argparse.Namespace, values: Json) -> list[Figure]:
 def rollout_child(options: argparse.Namespace) -> int:
     """Measures the run in this process. Returns its exit code, or 1 if a weight was written that does not learn."""
     with contextlib.ExitStack() as stack:
-        watch = RunWatch(stack, options.kernels, options.tokens)
+        watch = RunWatch(stack, options.tokens)
         os.environ |= harness.run_settings(options, {"MAX_COMPLETION_LEN": 512, **dict(options.set)})
         if code := options.main([]):
             return code

@@ -6,8 +6,6 @@ at the first sleep; nothing else may, as vLLM is not installed everywhere. Writt
 vllm/device_allocator/cumem.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

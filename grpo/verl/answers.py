@@ -4,8 +4,6 @@
 verl's own data set renders each message by itself, which templates such as Harmony's do not support.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

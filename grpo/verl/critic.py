@@ -5,8 +5,6 @@ verl 0.9.1 loads its critic with FlashAttention 2 whatever the options say, and 
 has (https://github.com/verl-project/verl/issues/5210). A new version of verl may not need this.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import verl.utils.import_utils

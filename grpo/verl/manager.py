@@ -5,8 +5,6 @@ verl's own managers strip special tokens, and pass on neither the tokens nor whe
 workers load this one.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows and rewards for verl: read and checked as by train_grpo.py, written as Parquet files and one JSON file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -67,7 +65,8 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
         eval_rows = as_messages(split.heldout, problems)
         specs = check_rewards(settings, choose_rewards(settings.REWARDS, rows)[0], rows, problems)[0]
         check_heldout(specs, settings, eval_rows, problems)
-    model, output_dir = str(folder) if folder.is_dir() else model, Path(settings.OUTPUT_DIR).expanduser().absolute()
+    model = str(folder) if folder.is_dir() else model
+    output_dir = Path(settings.OUTPUT_DIR).expanduser().absolute()
     return VerlInput(model, output_dir, rows, eval_rows, specs, settings.INVALID_REWARD), problems
 
 

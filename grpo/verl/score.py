@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reward of one completion in verl: this project's reward functions, called on the row that travels with it."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

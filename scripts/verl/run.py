@@ -10,8 +10,6 @@ Writes OUTPUT_DIR/data and starts verl with the stage's YAML in scripts/verl/ (d
 Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

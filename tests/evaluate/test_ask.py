@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/ask.py on an adapter of the tiny model. Run: python -m pytest tests/evaluate/test_ask.py"""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -37,12 +35,17 @@ def answers_of(capsys, adapter, questions, *options):
     return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
 
 
-def test_one_prompt(adapter, capsys):
+def test_one_prompt(adapter, capsys, monkeypatch):
+    """Where the run kept a better adapter, it is named beside the answer."""
+    monkeypatch.setattr("grpo.evaluate.adapter.read_best", lambda folder: {"in_words": "step 5 is the best"})
     questions = [str(adapter), QUESTION, *SYSTEM]
     assert ask.main([*questions, "--base"]) == 0
     completion, action = capsys.readouterr().out.splitlines()
     assert completion == f"<|channel|>final<|message|>[{action.removeprefix('action: ')}]<|return|>"
-    assert ask.main(questions) == 0 and completion not in capsys.readouterr().out, "random weights answer otherwise"
+    assert ask.main(questions) == 0
+    printed = capsys.readouterr()
+    assert completion not in printed.out, "random weights answer otherwise"
+    assert printed.err.endswith(f"({adapter} holds the last step's adapter; step 5 is the best: {adapter / 'best'})\n")
 
 
 def test_a_completion_is_printed_to_its_last_token(adapter, capsys, monkeypatch):
@@ -96,8 +99,7 @@ def test_lengths_come_from_the_environment_where_they_are_set(adapter, capsys, m
     assert f"--max-model-len {int(needed) + 30}" in printed and '"max_tokens": 30' in printed
 
 
-def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("MODEL_ID", raising=False)
+def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, capsys):
     assert ask.main([str(saved_adapter), "--serve"]) == 0
     assert f"vllm serve {ROOT / 'data' / 'tiny'}" in capsys.readouterr().out
     config = json.loads((saved_adapter / "adapter_config.json").read_text())

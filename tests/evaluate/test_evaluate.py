@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both evaluations of a real run, and scripts/evaluate.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact probabilities of answers. Run: python -m pytest tests/evaluate/test_exact.py"""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

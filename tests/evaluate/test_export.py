@@ -2,8 +2,6 @@
 """scripts/export.py: merged models that transformers loads by itself, and what it refuses. Run: python -m pytest
 tests/evaluate/test_export.py"""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -54,11 +52,6 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_lora(tmp_path_factory.mktemp("adapter") / "lora", base, 0.02)
 
 
-@pytest.fixture(autouse=True)
-def no_model_set(monkeypatch):
-    monkeypatch.delenv("MODEL_ID", raising=False)
-
-
 def load(folder: Path):
     """Stock transformers' model in float32, with MXFP4 experts dequantized."""
     is_packed = read_json(folder / "config.json").get("quantization_config")
@@ -87,7 +80,6 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 def exported(request, base: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     out = tmp_path_factory.mktemp("out") / "merged"
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MODEL_ID", raising=False)
         patch.setattr("grpo.model.checkpoint.SHARD_BYTES", 30_000)
         assert main([str(adapter), "--to", request.param, "--out", str(out)]) == 0
     return request.param, out

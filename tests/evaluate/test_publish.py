@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/export.py --push, to a Hub on this machine. Run: python -m pytest tests/evaluate/test_publish.py"""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -18,7 +16,6 @@ from grpo.run.folder import ADAPTER
 @pytest.fixture
 def run(hub, saved_adapter, tmp_path, monkeypatch):
     """The folder of a run with an adapter, its best/, figures, and a path of this machine in a setting."""
-    monkeypatch.delenv("MODEL_ID", raising=False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     folder = tmp_path / "cooling"
     shutil.copytree(saved_adapter, folder)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a run, from whatever a run has written. Run: python -m pytest tests/evaluate/test_report.py"""
 
-from __future__ import annotations
-
 import base64
 import html
 import re

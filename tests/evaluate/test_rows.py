@@ -4,8 +4,6 @@
 Run: python -m pytest tests/evaluate/test_rows.py
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Following a run in the terminal. Run: python -m pytest tests/evaluate/test_watch.py"""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -23,10 +21,8 @@ def text_of(folder: Path) -> str:
 def test_frame_shows_what_a_run_is_doing(tmp_path):
     rows = [metrics_row(step, **GPU, step_s=10 if step > 5 else 1000) for step in range(1, 21)]
     folder = write_run(tmp_path / "first", rows)
-    log = (
-        "12:00:00 I train_grpo: measured after step 10: held-out reward 0.512\n12:00:00 W train_grpo: parse rate fell\n"
-    )
-    (folder / "training.log").write_text(log)
+    lines = ["I train_grpo: measured after step 10: held-out reward 0.512", "W train_grpo: parse rate fell"]
+    (folder / "training.log").write_text("".join(f"12:00:00 {line}\n" for line in lines))
     text = text_of(folder)
     words = ["20 of 30, about 2 min left", "0.500, mean of the last 10: 0.455", "0.90, clipped 0.10"]
     words += ["61.5 GiB", "measured after step 10: held-out", "parse rate fell"]

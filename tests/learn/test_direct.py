@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Direct answers: a step's gradient is that of the mean of V / S by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
 from ranked import in_ranks
-from test_expected_reward import LOSSES, REWARDS, apart, rows_with, trainer_with
-from trainers import gradient_of, moved_by_training
+from test_expected_reward import LOSSES, REWARDS, rows_with, trainer_with
+from trainers import apart, gradient_of, moved_by_training
 
 from grpo.data.prompts import open_answer
 from grpo.learn import learner

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """However many processes share a step, they learn the same, and each generates its own whole groups."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
@@ -11,16 +9,14 @@ import torch
 from conftest import read_csv
 from ranked import in_ranks
 from test_steps import reward
-from trainers import make, moved_by_training, plain_float32, seed_weights, step_of
+from trainers import LOSSES, make, moved_by_training, plain_float32, seed_weights, step_of
 from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
 from grpo.learn.distributed import RESUME_FILES, ROLLOUT, adapter_parameters, adopt_rank0_state, sync_stop_signal
 from grpo.run.logs import METRICS
-from grpo.settings import FIELDS
 
 PROMPTS, GROUP, STEPS = 5, 3, 2  # 3 and 2 prompts for two processes; 2, 1, 1 and 1 for four
-LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
 TIMES = {"time", "rollout_tokens_per_s", *(name for name in METRICS if name.endswith("_s"))}
 
 

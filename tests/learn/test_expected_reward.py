@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected reward at the answer: its gradient is the mean of the sampled one, and everything else of a step stays."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from statistics import fmean
@@ -10,9 +8,10 @@ from statistics import fmean
 import pytest
 import test_losses
 import torch
+import trainers
 from conftest import RENDERED, read_csv
 from ranked import in_ranks
-from trainers import loss_and_gradients, make, moved_by_training, plain_float32, plain_trl, policy_logps, uniform
+from trainers import apart, loss_and_gradients, make, moved_by_training, plain_float32, plain_trl, policy_logps, uniform
 
 from grpo.data.files import Row
 from grpo.data.scoring import Completion, initial_trainer_state, load_rewards
@@ -34,7 +33,7 @@ in_float64 = test_losses.in_float64  # a fixture
 
 DIRECT = "<|channel|>final<|message|>[{}]<|return|>"
 REASONED = "<|channel|>analysis<|message|>hour {}<|end|><|start|>assistant" + DIRECT
-LOSSES = [name for name in FIELDS["LOSS_TYPE"].metadata["choices"] if name != "vespo"]
+LOSSES = [name for name in trainers.LOSSES if name != "vespo"]
 OTHER_WORDS = "<|channel|>final<|message|>hour [{}]<|return|>"
 REWARDS = (-1.0, 0.5, 0.0, -0.25)  # of the four actions
 INVALID = -1.15  # a tenth of the range below the worst
@@ -71,19 +70,12 @@ def trainer_with(tiny, folder, tables=(REWARDS,), ranks=None, rows=None, strengt
 def scored(trainer, texts, logps=None):
     """The batch of a step whose completions are `texts`, with its StepRewards."""
     ids = trainer.processing_class(text=list(texts))["input_ids"]
-    trainer._generate_single_turn = lambda *arguments: (ids, logps and logps(ids))
-    group = trainer.num_generations
-    inputs = [{"prompt": row.prompt, "row": n} for n, row in enumerate(trainer.run.rows) for _ in range(group)]
-    return trainer._generate_and_score_completions(inputs), trainer.step_rewards
+    return trainers.score_completions(trainer, ids, logps and logps(ids)), trainer.step_rewards
 
 
 def step_gradient(trainer, inputs, answers, micro_batch=4, packing="prefix"):
     """The gradient of a step as one vector."""
     return loss_and_gradients(trainer, inputs, micro_batch, packing, answers=answers)[1]
-
-
-def apart(vector, other):
-    return ((vector - other).norm() / other.norm()).item()
 
 
 def answer_probabilities(trainer, inputs, i):

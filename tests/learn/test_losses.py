@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Golden losses: fixed completions and seeded weights in float64, the same on every CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from trainers import batch, loss_and_gradients, make, plain_float32

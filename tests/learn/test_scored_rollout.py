@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several optimizer steps that share a rollout: what they learn from, how they are resumed, and what the logs say."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -14,8 +12,8 @@ import torch
 from conftest import read_csv
 from ranked import in_ranks
 from test_distributed import TIMES, learned
-from test_expected_reward import MIXED, REWARDS, apart, scored, step_gradient, trainer_with
-from trainers import batch, loss_and_gradients, make, plain_float32, policy_logps, step_of
+from test_expected_reward import MIXED, REWARDS, scored, step_gradient, trainer_with
+from trainers import apart, batch, loss_and_gradients, make, plain_float32, policy_logps, step_of
 
 from grpo.learn.distributed import ROLLOUT, flat_adapter
 from grpo.learn.learner import Learner

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SFT, then GRPO, as a user starts them. Run: python -m pytest tests/learn/test_sft.py"""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -21,7 +19,7 @@ from grpo.model.load import load_tokenizer
 from grpo.preflight.checks import preflight
 from grpo.preflight.sft import sft_preflight
 from grpo.run.folder import ADAPTER
-from grpo.settings import Settings
+from grpo.settings import InputError, Settings
 
 COMPACT = ROOT / "data" / "tes_heldout_compact.csv"
 ENVIRON = CLEAN | {"MODEL_ID": "tiny", "DATA": str(COMPACT), "SEED": "5", "TEMPERATURE": "1"}
@@ -99,11 +97,12 @@ def test_a_step_is_prompts_per_step_rows(rows, micro, times):
     assert (options["per_device_train_batch_size"], options["gradient_accumulation_steps"]) == (micro, times)
 
 
-def test_what_sft_refuses(runs, tmp_path, capsys, monkeypatch):
+def test_what_sft_refuses(runs, tmp_path, monkeypatch):
     before = sorted(runs.grpo.iterdir())
     monkeypatch.setattr("os.environ", dict(ENVIRON))
-    assert sft.main(["--out", str(runs.grpo)]) == 2 and sorted(runs.grpo.iterdir()) == before
-    assert "it is not empty. Name another folder, or set OVERWRITE=1" in capsys.readouterr().err
+    with pytest.raises(InputError, match="it is not empty. Name another folder, or set OVERWRITE=1"):
+        sft.main(["--out", str(runs.grpo)])
+    assert sorted(runs.grpo.iterdir()) == before
     assert "it is not empty" in only(sft_preflight(runs.environ, runs.sft)[0].problems)
     opened = RENDERED.format("which?") + "<|channel|>analysis<|message|>"
     faults = {"no row has an answer, or an action": ["which?", 1, 1], "the prompt opens": [opened, 0, 1]}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step must not hold in memory nor compute twice, and packed experts from the logits to a resumed run."""
 
-from __future__ import annotations
-
 import math
 import re
 from unittest import mock

@@ -2,8 +2,6 @@
 """Every setting that goes to TRL or PEFT, from the environment into the trainer; and what reward functions are given,
 by the checks before a run, in training and by TRL itself."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench.py faults`: each fault comes in its phase, and a fault that went by unseen or a lost row fails."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

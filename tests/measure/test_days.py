@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/days.py: a folder of profiles split by days, trained on and measured."""
 
-from __future__ import annotations
-
 import csv
 import json
 from datetime import date, timedelta

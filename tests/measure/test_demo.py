@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the demo's seeds are judged, without training any."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a measurement, which are pretended, and the record that every measurement writes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

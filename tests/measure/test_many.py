@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How steps on several GPUs are measured: here with two processes of the tiny model."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/prove.py: rows, collected figures, a small proof."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -20,7 +18,7 @@ from grpo.measure.proof import run_settings
 from grpo.measure.proof_data import SCALES, reasoning
 from grpo.measure.record import plant_figures
 from grpo.model.warmup_rows import CHAIN
-from grpo.settings import load_settings
+from grpo.settings import InputError, load_settings
 
 
 def plant(base: float, trained: float, unserved: float = 0.0) -> dict:
@@ -82,9 +80,9 @@ def test_figures_of_a_policy_that_left_load_name_the_worst_window_beside_its_int
 @pytest.mark.parametrize(
     "stage, words", [("collect", "--stage train"), ("train", "--stage make"), ("make", "--tokenizer")]
 )
-def test_a_stage_says_what_it_needs(tmp_path, capsys, stage, words):
-    assert prove.main(["--out", str(tmp_path), "--stage", stage]) == 2
-    assert words in capsys.readouterr().err
+def test_a_stage_says_what_it_needs(tmp_path, stage, words):
+    with pytest.raises(InputError, match=words):
+        prove.main(["--out", str(tmp_path), "--stage", stage])
 
 
 @pytest.mark.parametrize("name", SCALES)
@@ -144,15 +142,10 @@ def test_chains_are_counted_and_every_answer_is_asked_behind_every_chain(monkeyp
     monkeypatch.setattr(proof, "start_model", lambda *arguments, **named: KnownModel())
     figures = proof.chain_figures(Path("run"), Path("heldout.csv"))
     assert (figures["plan_best_base"], figures["plan_best_trained"]) == (0, 0.5)
-    rewards = {name.removeprefix("reward_chain_"): value for name, value in figures.items() if "reward" in name}
-    assert rewards == pytest.approx(
-        {
-            "base_answer_base": 0.25,
-            "base_answer_trained": 0.05,  # action 0 of the first row, and nothing where no chain says it
-            "trained_answer_base": 0.25,
-            "trained_answer_trained": 0.35,  # action 1 of both rows
-        }
-    )
+    for answer, expected in (("base", [0.25, 0.25]), ("trained", [0.05, 0.35])):
+        # Trained: action 0 of the first row, and nothing where no chain says it; action 1 of both rows.
+        rewards = [figures[f"reward_chain_{chain}_answer_{answer}"] for chain in ("base", "trained")]
+        assert rewards == pytest.approx(expected)
 
 
 def test_an_interrupt_after_the_run_loses_neither_its_command_nor_its_chains(tmp_path, monkeypatch):

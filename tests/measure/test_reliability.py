@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/reliability.py: programs are killed and interrupted at chosen moments, and what is wrong is seen."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench.py rollout`: what a child measures of a run of the entry point, with a stub in vLLM's place."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

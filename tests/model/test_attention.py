@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with sinks over shared prompts, against stock transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expert_models import stock_model

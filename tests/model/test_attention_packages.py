@@ -2,8 +2,6 @@
 """Flash kernels without their packages and without a GPU: the adapters of FlashAttention 2 and 3 and of torch's own on
 stand-ins with their signatures, and broken packages."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import types

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: written as transformers loads them, and never over anything else."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

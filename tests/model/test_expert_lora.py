@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA on experts, in BF16 and packed: values, gradients and files are plain PEFT's on transformers' own experts."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

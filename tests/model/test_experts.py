@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused and quantized experts: against transformers' own, and the Triton kernels (interpreted) against plain torch."""
 
-from __future__ import annotations
-
 from unittest.mock import MagicMock
 
 import pytest

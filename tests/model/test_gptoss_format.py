@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt-oss's format: MXFP4 as transformers reads it, config and chat template."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

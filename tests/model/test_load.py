@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading: every tensor as transformers has it, and checkpoints that are damaged or come in other files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

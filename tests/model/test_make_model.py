@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/make_model.py: what it refuses, and how the making of its rows ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing: what each token attends to, and how long rows get."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiny model: its tokenizer, what the shipped one knows and does not know, and how it is made."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

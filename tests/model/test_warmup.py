@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The warm-up that makes a model readable for GRPO: its layers, its rows, and what it teaches."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

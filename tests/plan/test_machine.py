@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine, its packages and trackers."""
 
-from __future__ import annotations
-
 import math
 import types
 

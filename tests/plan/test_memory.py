@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory plan: sizes, batches that follow, and advice where a run does not fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -81,7 +79,8 @@ def test_a_layer_is_dequantized_only_while_the_learner_computes():
 
 
 def test_a_checkpoint_in_bf16_is_loaded_as_it_is():
-    assert plan(config=BF16_CONFIG, beside_vllm=True).engine.loading == 0.5
+    engine = plan(config=BF16_CONFIG, beside_vllm=True).engine
+    assert engine.loading == 0.5 and engine.weights * GIB == 2 * 20_914_757_184
 
 
 def test_gpt_oss_120b_takes_what_the_documentation_says():

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LORA_TARGETS: the matrices that its words match."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop over a cache of fixed size draws the tokens of transformers' own, with a (pretended) graph and without."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Beside a draft model samples and log-probs stay the model's: vLLM's own rejection sampler in Triton's interpreter."""
 
-from __future__ import annotations
-
 from conftest import ROOT
 from interpreter import cached_source, interpreted
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rollout engine with a stub in vLLM's place (tests/stub_vllm.py)."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this project relies on in vLLM, looked up in the source of the installed vLLM or of the one that
-tests/vllm_source.py has fetched. The source is read and never imported."""
-
-from __future__ import annotations
+"""What this project relies on in vLLM, looked up in the source that tests/vllm_source.py has fetched, which is read and
+never imported."""
 
 import ast
 import functools
-import importlib.util
 import inspect
 import json
-import os
 import re
 import shlex
 import textwrap
@@ -17,13 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import vllm_source
 from ask import parse_args
+from interpreter import cached_source
 from machines import H100
 from stub_vllm import SYNCS
 
 from grpo.evaluate.ask import serve_commands
-from grpo.measure.rollout import KERNELS
 from grpo.plan.engine import LORA_RANKS
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import PlanInputs, plan_memory
@@ -54,16 +49,7 @@ def fields(node: ast.ClassDef) -> list[str]:
 @pytest.fixture(scope="module")
 def folder() -> Path:
     """vLLM's package."""
-    spec = importlib.util.find_spec("vllm")  # of a package without dots: nothing is imported
-    # scripts/test.sh has an environment of its own without vLLM; scripts/setup.sh puts the GPU's beside it.
-    beside = (ROOT / ".venv").glob("lib/python3.*/site-packages/vllm")
-    for package in [*(spec.submodule_search_locations if spec else beside), vllm_source.cached_source()]:
-        if Path(package).is_dir():
-            return Path(package)
-    missing = "vLLM's source is neither installed nor in the cache: `python tests/vllm_source.py` gets it (290 MiB)"
-    if os.environ.get("CI"):
-        pytest.fail(missing)
-    pytest.skip(missing)
+    return cached_source()
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +88,7 @@ def test_vllm_takes_the_engine_arguments(find, sync):
     call = next(n for n in ast.walk(init) if isinstance(n, ast.Call) and ast.unparse(n.func) == "EngineArgs")
     assert None in {keyword.arg for keyword in call.keywords}, "LLM passes no **kwargs on"
     passed_on = set(fields(find("engine/arg_utils.py:EngineArgs"))) - {keyword.arg for keyword in call.keywords}
-    older = KERNELS["older-cards"]
-    assert not set(arguments | older) - named - passed_on
-    assert repr(older["moe_backend"]) in ast.unparse(find("config/kernel.py:MoEBackend"))
-    find(f"v1/attention/backends/registry.py:AttentionBackendEnum.{older['attention_backend']}")
+    assert not set(arguments) - named - passed_on
     compilation = arguments["compilation_config"]
     assert not set(compilation) - set(fields(find("config/compilation.py:CompilationConfig")))
     find(f"config/compilation.py:CUDAGraphMode.{compilation['cudagraph_mode']}")

@@ -2,8 +2,6 @@
 """The learner's frozen weights in host memory and back. On a CPU both are the same memory, so addresses tell copies
 apart."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expert_models import load

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The train/inference mismatch check against a stub of vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

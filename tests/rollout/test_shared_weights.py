@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learner on vLLM's own weights: a stand-in with the tensors that vLLM's code makes of the checkpoint's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expert_models import load

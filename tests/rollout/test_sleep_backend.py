@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sleep backend on a GPU of host buffers."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is changed in vLLM's copy of triton_kernels; functions of this file stand in for the copy's."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from types import SimpleNamespace

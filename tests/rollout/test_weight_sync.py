@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine generates with the adapter that is trained."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

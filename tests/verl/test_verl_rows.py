@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows and rewards on their way through verl."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

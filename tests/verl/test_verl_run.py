@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/verl/run.py, its YAML files, and what verl loads of this project. verl itself is not needed."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json
@@ -75,9 +73,8 @@ def test_a_stage_writes_the_rows_and_starts_verl(started, tmp_path, stage, modul
     assert ("--nproc-per-node=2" in command) == (stage == "sft") == (not cpus) and all(count >= 18 for count in cpus)
     output_dir = tmp_path / "it's a run"
     assert env["OUTPUT_DIR"] == str(output_dir) and env["MODEL_ID"] == str(tmp_path / "plain"), "absolute, for Ray"
-    assert (
-        env["PYTHONPATH"] == str(ROOT) and env["VERL_USE_EXTERNAL_MODULES"] == "grpo.verl.sum_resolver,grpo.verl.critic"
-    )
+    assert env["PYTHONPATH"] == str(ROOT)
+    assert env["VERL_USE_EXTERNAL_MODULES"] == "grpo.verl.sum_resolver,grpo.verl.critic"
     assert len(parquet.read_table(output_dir / "data" / "train.parquet")) == 200
 
 
