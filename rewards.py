@@ -139,7 +139,8 @@ def _scores(
         worst = min(row)
         below = worst - (max(row) - worst) / 10
         invalid_score = (below if below < worst else worst - 0.1) if invalid is None else invalid
-        scores.append(invalid_score if cut or (k := parse_action(text, len(row))) is None else row[k])
+        answered = None if cut else parse_action(text, len(row))
+        scores.append(invalid_score if answered is None else row[answered])
     return scores
 
 

@@ -112,7 +112,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
             print("\nEvery check passed. Nothing was started.")
             return 0
         if ranks.launched:  # torchrun reports neither the run's exit code nor its reason.
-            code = record_end(ranks, resolved.run.folder, resolved.settings, lambda: launch(resolved))
+            code = record_end(ranks, resolved.run.folder, resolved.settings.OVERWRITE, lambda: launch(resolved))
         else:
             code = launch(resolved)
         return code
@@ -230,7 +230,7 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> int:
         stop.at_once = False
     zip_file, steps = write_report_and_zip(folder), trainer.state.global_step
     if stop.signal:
-        advice = continuation(folder, vars(trainer.run.settings))
+        advice = continuation(folder, trainer.run.settings.OVERWRITE)
         log.warning("interrupted at step %d; %s. So far: %s", steps, advice, zip_file)
         return 128 + stop.signal
     mark_complete(folder, steps)

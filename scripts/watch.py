@@ -61,7 +61,8 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
     if finite_number(read_json(folder / COMPLETE).get("steps")) >= total:
         return DONE
     if settings and not is_running(folder):
-        return f"no process is running; {continuation(folder, settings)}"
+        overwrite = bool(settings.get("OVERWRITE"))
+        return f"no process is running; {continuation(folder, overwrite)}"
     if not step:
         return "waiting for the first step"
     if step >= total:

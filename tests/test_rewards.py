@@ -75,18 +75,11 @@ def table(name, *rows):
     return {f"{name}_{k}": list(column) for k, column in enumerate(itertools.zip_longest(*rows))}
 
 
-# 0.3, 3, 30 and 300 kg CO2 in the plant cost 0.05, 0.5, 5 and 50 in q: -ln 2, -ln 11, -ln 101, -ln 1001.
-COSTS = [-7.0, -7.05, -7.5, -12.0, -57.0]
-REGRETS = [0.0, -0.693147, -2.397895, -4.615121, -6.908755]
-
-
-def test_regret_by_hand():
-    answers, count = [*(f"assistantfinal[{k}]" for k in range(5)), "analysis[0]"], 6
-    by_q = table("q_action", *[COSTS] * count) | table("reward_action", *[[0.2] * 5] * count)
-    assert rewards.regret(answers, **by_q) == pytest.approx([*REGRETS, REGRETS[-1] * 1.1], abs=1e-6)
-    # As softmax in files of eight decimals: exp(-10) reads 0.00003, exp(-100) and exp(-1000) read 0 and count as 5e-9.
+def test_regret_of_a_softmax_in_a_file_of_eight_decimals():
+    """exp(-10) reads 0.00003, exp(-100) and exp(-1000) read 0 and count as 5e-9."""
     written = [0.73103, 0.26894, round(0.73103 * math.exp(-10), 8), 0.0, 0.0]
-    by_softmax = rewards.regret(answers[:5], **table("reward_action", *[written] * 5))
+    answers = [f"assistantfinal[{k}]" for k in range(5)]
+    by_softmax = rewards.regret(answers, **table("reward_action", *[written] * 5))
     assert by_softmax[:3] == pytest.approx([0.0, -0.6931, -2.3979], abs=2e-4)
     assert by_softmax[3:] == pytest.approx([-math.log1p(math.log(0.73103 / 5e-9))] * 2)
 

@@ -30,7 +30,7 @@ RESERVED_ARGUMENTS = {
 }  # fmt: skip
 PROMPT_COLUMNS = ("prompt", "user", "question")
 FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
-MOST_PROBLEMS = 20  # of each file are listed; further ones are only counted
+MOST_PROBLEMS = 20  # So many problems of a file are listed; further ones are only counted.
 ROW_LOCATION = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
 HARMONY_TOKEN = re.compile(r"<\|(?:start|end|message|channel|return|call|constrain|startoftext|endoftext)\|>")
 INSTRUCTING = ("system", "developer")  # gpt-oss's template takes these roles only in the first message
@@ -69,10 +69,12 @@ def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
         if fault := path_fault(part):
             problems.add(setting, f"{part!r} cannot be read ({fault})", fix)
             continue
-        literal = [[Path(part).expanduser()], [ROOT / part]]
-        globbed = [sorted(map(Path, glob.glob(str(path), recursive=True))) for (path,) in literal]
-        existing = ([path for path in paths if os.path.isfile(path)] for paths in literal + globbed)
-        matches = next(filter(None, existing), [])
+        named = (Path(part).expanduser(), ROOT / part)
+        globbed = (sorted(map(Path, glob.glob(str(path), recursive=True))) for path in named)
+        matches: list[Path] = []
+        # A file whose name looks like a glob, such as day[1].csv, comes before what the glob matches.
+        for paths in (named[:1], named[1:], *globbed):
+            matches = matches or list(filter(os.path.isfile, paths))
         if not matches:
             problems.add(setting, f"no file matches {part!r}", fix)
         files |= dict.fromkeys(matches)
@@ -153,9 +155,9 @@ def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -
     except (TypeError, KeyError):
         messages = ()
     roles = [role for role, _ in messages]
-    allowed = [(*INSTRUCTING, "user"), *[("user", "assistant")] * len(roles[1:])]
-    known = all(role in choice for role, choice in zip(roles, allowed, strict=False))
-    if not messages or not known or not all(isinstance(text, str) for _, text in messages):
+    known = bool(roles) and roles[0] in (*INSTRUCTING, "user")
+    known = known and all(role in ("user", "assistant") for role in roles[1:])
+    if not known or not all(isinstance(text, str) for _, text in messages):
         problem = "it is no list of messages with text: system or developer first, then user and assistant"
         fix = 'Write [{"role": "user", "content": "..."}], or the whole prompt as text'
     elif roles[-1] != "user" or not messages[-1][1].strip():
@@ -208,7 +210,8 @@ def make_rows(
     names = [f"reward_action_{k}" for k in range(actions)]
     q_names = [f"q_action_{k}" for k in range(actions)] if "q_action_0" in header else []
     for number, (where, columns) in enumerate(records, 1):
-        columns |= (rewards := read_numbers(where, columns, names, problems))
+        rewards = read_numbers(where, columns, names, problems)
+        columns |= rewards
         # In `columns` the values stay text, because `data_fingerprint`, which identifies a run's data, includes it.
         q = read_numbers(where, columns, q_names, problems)
         messages, trl_prompt = read_messages(where, columns, system, problems)
@@ -230,7 +233,7 @@ def merge_alike(problems: Iterable[str]) -> list[str]:
     return [f"{first}. Further rows like it: {len(more)}" if more else first for first, *more in alike.values()]
 
 
-def read_file(
+def rows_of_table(
     name: str, read: Callable[[Problems], Table], problems: Problems, system: str = "", rewards: bool = True
 ) -> list[Row]:
     """The rows of a file or data set, whose table `read` returns; an empty list after a problem.
@@ -257,9 +260,9 @@ def read_file(
     return [] if new_problems else rows
 
 
-def read_csv(path: Path, problems: Problems, system: str = "", rewards: bool = True) -> list[Row]:
-    """Reads a file in the format that its ending names (grpo/data/formats.py), or else as CSV; see `read_file`."""
-    return read_file(str(path), functools.partial(reader_of(path), path), problems, system, rewards)
+def read_file(path: Path, problems: Problems, system: str = "", rewards: bool = True) -> list[Row]:
+    """Reads a file in the format that its ending names (grpo/data/formats.py), or else as CSV; see `rows_of_table`."""
+    return rows_of_table(str(path), functools.partial(reader_of(path), path), problems, system, rewards)
 
 
 def read_rows(setting: str, text: str, problems: Problems, system: str = "") -> list[Row]:
@@ -269,10 +272,10 @@ def read_rows(setting: str, text: str, problems: Problems, system: str = "") -> 
     files = ",".join(part for part in split_commas(text) if part not in datasets)
     rows: list[Row] = []
     for path in find_files(setting, files, problems) if files or not datasets else ():
-        rows += read_csv(path, problems, system)
+        rows += read_file(path, problems, system)
     for name in datasets:
         read = functools.partial(read_dataset, name, "test" if setting == "EVAL_DATA" else "train")
-        rows += read_file(name, read, problems, system)
+        rows += rows_of_table(name, read, problems, system)
     names: dict[str, str] = {}
     for file in dict.fromkeys(row.file for row in rows):
         if (other := names.setdefault(label(file), file)) != file:

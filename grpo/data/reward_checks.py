@@ -174,25 +174,26 @@ def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, pro
     mean of the row's actions, because it gets no advantage."""
     worst: list[float] = []
     all_alike = True  # whether all actions of each row earn the same
-    kinds: list[list[tuple[float, Sequence[float]]]] = [[] for _ in GARBAGE]  # (sum, reward of each function) by row
+    # For each text of GARBAGE, by row: its reward, and that of each function.
+    garbage: list[list[tuple[float, Sequence[float]]]] = [[] for _ in GARBAGE]
     for row, answers in trials:
         earned = [value for value in map(total, answers[len(GARBAGE) :]) if not math.isnan(value)]
         if row.rewards and earned:
             worst.append(min(earned))
             all_alike = all_alike and max(earned) == min(earned)
-            for kind, scores in zip(kinds, answers, strict=False):
-                kind.append((fmean(earned) if math.isnan(total(scores)) else total(scores), scores))
+            for rewarded, scores in zip(garbage, answers, strict=False):
+                rewarded.append((fmean(earned) if math.isnan(total(scores)) else total(scores), scores))
     if not worst:
         if any(row.rewards for row, _ in trials):
             problem = "no function rewards any answer to the rows that were tried, [0] and all other actions included"
             fix = "Return numbers; None leaves an answer out, and there is nothing to learn from"
             problems.add("REWARDS", problem, fix)
         return None
-    kind = max(kinds, key=lambda kind: fmean(reward for reward, _ in kind))
-    garbage_reward, worst_reward = fmean(reward for reward, _ in kind), fmean(worst)
+    best_paid = max(garbage, key=lambda rewarded: fmean(reward for reward, _ in rewarded))
+    garbage_reward, worst_reward = fmean(reward for reward, _ in best_paid), fmean(worst)
     if garbage_reward < worst_reward:
         return None
-    means = [total(scores) / len(kind) for scores in zip(*(scores for _, scores in kind), strict=True)]
+    means = [total(scores) / len(best_paid) for scores in zip(*(scores for _, scores in best_paid), strict=True)]
     parts = ", ".join(f"{name} {value:.3g}" for (name, _), value in zip(specs, means, strict=True))
     problem = (
         f"an unreadable answer earns {garbage_reward:.3g} on average ({parts}), a row's worst action {worst_reward:.3g}"

@@ -156,7 +156,7 @@ def is_called_by_keyword(function: Callable[..., Any]) -> bool:
     return not positional or positional[0] in TRL_ARGUMENTS or "completions" in parameters
 
 
-def reward_callable(name: str, settings: Settings, title: str | None = None) -> Reward:
+def reward_callable(name: str, title: str, settings: Settings) -> Reward:
     """A wrapper for a reward function, `async` or not, that `score` can call. It is called `title` in the logs,
     passes INVALID_REWARD on and raises RewardError for any error.
 
@@ -180,7 +180,7 @@ def reward_callable(name: str, settings: Settings, title: str | None = None) -> 
             raise RewardError(f"REWARDS: {name} raised {format_exception(error)}{location}") from error
         return validate_rewards(name, values, count)
 
-    reward.__name__ = title or name.rpartition(":")[2]
+    reward.__name__ = title
     return reward
 
 
@@ -204,7 +204,7 @@ def reward_titles(names: Sequence[str]) -> list[str]:
 def load_rewards(specs: Sequence[tuple[str, float]], settings: Settings) -> list[Reward]:
     """The reward functions of REWARDS, under the names that logs and columns use."""
     names = [name for name, _ in specs]
-    return [reward_callable(name, settings, title) for name, title in zip(names, reward_titles(names), strict=True)]
+    return [reward_callable(name, title, settings) for name, title in zip(names, reward_titles(names), strict=True)]
 
 
 def initial_trainer_state(total_steps: int) -> types.SimpleNamespace:

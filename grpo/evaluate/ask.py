@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from grpo.data.files import REWARD_COLUMN, Row, read_csv, read_messages
+from grpo.data.files import REWARD_COLUMN, Row, read_file, read_messages
 from grpo.data.prompts import render_rows
 from grpo.evaluate.adapter import check_model, load_run_settings
 from grpo.evaluate.models import start_model
@@ -32,7 +32,7 @@ def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -
     """The rows of --csv, or a single row with the prompt: a rendered one, or a user's message. `system` is the run's
     system message, which --system replaces."""
     if options.csv:
-        return read_csv(options.csv, problems, options.system or system, rewards=False)
+        return read_file(options.csv, problems, options.system or system, rewards=False)
     prompt = EXAMPLE if options.prompt is None else options.prompt
     columns = {"prompt": prompt, "system": options.system}
     messages, trl_prompt = read_messages("PROMPT", columns, system, problems)

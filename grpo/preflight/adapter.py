@@ -107,9 +107,9 @@ def read_start_adapter(
     return StartAdapter(adapter_settings, digest)
 
 
-def check_start_adapter(settings: Settings, run: RunState, digest: str | None, problems: Problems) -> None:
+def check_start_adapter(settings: Settings, state: RunState, digest: str | None, problems: Problems) -> None:
     """Checks that a resumed run began with the weights that INIT_ADAPTER holds now: the folder may have new ones."""
-    if digest and run.choices and run.choices.get("init_adapter") != digest:
-        fault = f"the run in {run.folder} began with other weights than it holds now"
+    if digest and state.choices and state.choices.get("init_adapter") != digest:
+        fault = f"the run in {state.folder} began with other weights than it holds now"
         fix = "Put the adapter that it began with back, choose another OUTPUT_DIR, or set OVERWRITE=1"
         problems.add(f"INIT_ADAPTER={settings.INIT_ADAPTER}", fault, fix)

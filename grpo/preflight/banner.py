@@ -81,12 +81,12 @@ def reward_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
 
 def output_dir_text(resolved: ResolvedRun) -> str:
     """Says what the run does with OUTPUT_DIR."""
-    run = resolved.run
+    state = resolved.run
     if any(problem.startswith("OUTPUT_DIR=") for problem in resolved.problems):
         return "cannot be used, see below"
-    if run.exists and resolved.settings.OVERWRITE:
+    if state.exists and resolved.settings.OVERWRITE:
         return "DELETES the run that is there (OVERWRITE=1)"
-    return f"continues from step {run.step}" if run.checkpoint else "starts at step 0"
+    return f"continues from step {state.step}" if state.checkpoint else "starts at step 0"
 
 
 def evaluation_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:

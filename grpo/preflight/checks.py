@@ -209,14 +209,14 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
 def keep_generation_batch(resolved: ResolvedRun, problems: Problems) -> ResolvedRun:
     """Returns the run with the GENERATION_BATCH that `auto` chose at its start, if it is resumed: another one would
     sample differently. Adds a problem if it began with vLLM and would go on without, or the other way round."""
-    run, settings = resolved.run, resolved.settings
-    if not run.step or not resolved.plan:
+    state, settings = resolved.run, resolved.settings
+    if not state.step or not resolved.plan:
         return resolved
-    rollouts, recorded = run.choices.get("rollouts"), object_at(run.choices, "plan").get("generation_batch")
+    rollouts, recorded = state.choices.get("rollouts"), object_at(state.choices, "plan").get("generation_batch")
     began_with_vllm = bool(rollouts[0]) if isinstance(rollouts, list) and rollouts else resolved.use_vllm
     if began_with_vllm != resolved.use_vllm and settings.USE_VLLM is None:
         before, now = f"USE_VLLM={int(began_with_vllm)}", f"USE_VLLM={int(resolved.use_vllm)}"
-        fault = f"the run in {run.folder} was started with {before}, now it is {int(resolved.use_vllm)}"
+        fault = f"the run in {state.folder} was started with {before}, now it is {int(resolved.use_vllm)}"
         fault += f" ({resolved.reasons['use_vllm']})"
         problems.add("USE_VLLM", fault, f"Set {before} to continue as before, or {now} to change it")
     elif began_with_vllm == resolved.use_vllm and isinstance(recorded, int) and settings.GENERATION_BATCH is None:
@@ -234,9 +234,9 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     ranks = ranks or Ranks()
     resolved = resolve(settings, read_facts(settings, sources, machine, ranks, problems), problems)
     garbage_warning = check_input(resolved, problems)
-    run = resolved.run if ranks.rank else inspect_run(resolved.settings, resolved.rows, problems)
-    step, recorded = ranks.broadcast((run.step, run.choices))
-    resolved = dataclasses.replace(resolved, run=dataclasses.replace(run, step=step, choices=recorded))
+    state = resolved.run if ranks.rank else inspect_run(resolved.settings, resolved.rows, problems)
+    step, recorded = ranks.broadcast((state.step, state.choices))
+    resolved = dataclasses.replace(resolved, run=dataclasses.replace(state, step=step, choices=recorded))
     resolved = keep_generation_batch(resolved, problems)
     check_start_adapter(resolved.settings, resolved.run, resolved.adapter.digest, problems)
     if resolved.files and resolved.inputs and resolved.plan:

@@ -33,7 +33,7 @@ def finish_checkpoint(checkpoint: Path, ends: Mapping[str, LogEnd]) -> None:
 def begins_with(log_file: Path, end: LogEnd) -> bool:
     """Whether a log still begins with the bytes that it held when a checkpoint was written."""
     (remaining, expected), digest = end, hashlib.sha256()
-    if not log_file.is_file():  # Reading a pipe might never end.
+    if remaining < 0 or not log_file.is_file():  # The manifest may be damaged; reading a pipe might never end.
         return False
     with log_file.open("rb") as file:
         while block := file.read(min(remaining, 2**20)):

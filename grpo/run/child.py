@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import IO
 
 from grpo.run.ending import SIGNALS
@@ -91,7 +91,7 @@ def begin_worker() -> None:
 
 def run_child(
     command: Sequence[str | os.PathLike[str]],
-    environ: Mapping[str, str] = MappingProxyType({}),
+    environ: Mapping[str, str] | None = None,
     output: IO | None = None,
 ) -> int:
     """Runs a program with this process's environment and `environ`, and returns its exit code, 128 + N where signal N
@@ -104,7 +104,7 @@ def run_child(
         # A process group of its own, so that Ctrl-C reaches the child once, from here: a second one ends it at once.
         child = subprocess.Popen(
             command,
-            env=os.environ | environ,
+            env=os.environ | (environ or {}),
             stdout=output,
             stderr=output and subprocess.STDOUT,
             process_group=0,

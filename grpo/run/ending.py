@@ -106,7 +106,7 @@ def handle_failure(
     """Logs why the run in `folder` ended and what to do next; returns the exit code. `write_files` (None but on
     rank 0) writes report and zip if memory ran out, or if the failure `is_zipped`."""
     ignore_signals()  # A signal may have come just before the caller ignored them.
-    advice, code, is_zipped = continuation(folder, vars(settings)), 1, False
+    advice, code, is_zipped = continuation(folder, settings.OVERWRITE), 1, False
     torch = sys.modules.get("torch")  # If torch is not imported, this is no OutOfMemoryError.
     if isinstance(error, KeyboardInterrupt):
         log.warning("stopped at once; %s", advice)
@@ -152,9 +152,9 @@ class LastMessageHandler(logging.Handler):
             self.fatal = fatal
 
 
-def record_end(ranks: Ranks, folder: Path, settings: Settings, run: Callable[[], int]) -> int:
+def record_end(ranks: Ranks, folder: Path, overwrite: bool, run: Callable[[], int]) -> int:
     """Calls `run` in a process that torchrun started, and returns its exit code. Writes the code and its reason into
-    training.log and exit.json, because torchrun reports neither."""
+    training.log and exit.json, because torchrun reports neither. `overwrite`: OVERWRITE of the run in `folder`."""
     last_message, code = LastMessageHandler(), 1
     log.addHandler(last_message)
     if ranks.rank:
@@ -170,7 +170,7 @@ def record_end(ranks: Ranks, folder: Path, settings: Settings, run: Callable[[],
                 return
             start_logging(folder)
             log.propagate = True
-        write_end(folder, lost.code, f"{lost}; {continuation(folder, vars(settings))}")
+        write_end(folder, lost.code, f"{lost}; {continuation(folder, overwrite)}")
 
     ranks.on_lost = write_lost_rank
     try:

@@ -148,19 +148,19 @@ def check_resume(settings: Settings, folder: Path, step: int, recorded: Record, 
             problems.add(name, fault, f"Set {name}={show(recorded[name])} to continue it, {delete}")
 
 
-def prepare_run(run: RunState, settings: Settings, records: Mapping[str, Record]) -> None:
+def prepare_run(state: RunState, settings: Settings, records: Mapping[str, Record]) -> None:
     """Makes OUTPUT_DIR ready: deletes the old run if OVERWRITE=1, cuts back what a resumed run writes again, and writes
     `records`, the contents of JSON files by name."""
-    folder = run.folder
-    if run.exists and settings.OVERWRITE:
+    folder = state.folder
+    if state.exists and settings.OVERWRITE:
         layout.delete_run(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in (COMPLETE, EXIT):  # A complete run goes on if TOTAL_STEPS was raised.
         (folder / name).unlink(missing_ok=True)
     for step, path in checkpoints(folder):
-        if step > run.step:  # The run cannot continue from this one: see `find_checkpoint`.
+        if step > state.step:  # The run cannot continue from this one: see `find_checkpoint`.
             retire_checkpoint(path)
-    cut_logs(folder, run.checkpoint)
+    cut_logs(folder, state.checkpoint)
     for name, record in records.items():
         write_sealed(folder / name, record)
     (folder / DELETING).unlink(missing_ok=True)
@@ -183,11 +183,12 @@ def cut_logs(folder: Path, checkpoint: Path | None) -> None:
             os.truncate(path, ends[path.name][0])
 
 
-def continuation(folder: Path, settings: Record) -> str:
-    """A clause that tells the user how to continue the incomplete run in `folder`: what the same command will do."""
+def continuation(folder: Path, overwrite: bool) -> str:
+    """A clause that tells the user what the command of the incomplete run in `folder` does if it is given again.
+    `overwrite`: its OVERWRITE."""
     if (folder / DELETING).is_file():
         return "the same command deletes the rest and starts at step 0"
-    command = "the same command WITHOUT OVERWRITE=1" if settings.get("OVERWRITE") else "the same command"
+    command = "the same command WITHOUT OVERWRITE=1" if overwrite else "the same command"
     step, checkpoint, _ = find_checkpoint(folder)
     consequence = f"continues from step {step}" if checkpoint else "starts at step 0: no checkpoint was saved"
     return f"{command} {consequence}"

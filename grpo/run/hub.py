@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo.run.durable import Record
-from grpo.settings import FIELDS, InputError, format_exception, one_line, show
+from grpo.settings import FIELDS, InputError, format_exception, one_line, show, split_commas
 
 MERGED_CODE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,8 +24,7 @@ def table(header: list[str], rows: list[list[str]], longest_cell: int = 300) -> 
 
 def without_folders(text: str) -> str:
     """A setting's value with absolute paths cut to their file names, because a report may be shown to others."""
-    parts = [part.strip() for part in text.split(",")]
-    return ", ".join(Path(part).name if part.startswith("/") else part for part in parts)
+    return ", ".join(Path(part).name if part.startswith("/") else part for part in split_commas(text))
 
 
 def chosen_settings(sources: Mapping[str, str], values: Record) -> str:

@@ -119,7 +119,8 @@ def lock_output_dir(environ: Mapping[str, str]) -> tuple[RunLock | None, str | N
     """(the lock of OUTPUT_DIR, the problem that prevents it); one of them is None. Both are None if settings or
     packages have problems, because the preflight then lists all of them."""
     settings, _, problems = load_settings(environ)
-    if problems or not check_output_dir(settings, problems) or problems:
+    check_output_dir(settings, problems)
+    if problems:
         return None, None
     folder, reason = run_folder(settings), "another process is writing there. Wait for it"
     try:

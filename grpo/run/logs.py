@@ -247,10 +247,13 @@ class RunLog:
         if step < self.total_steps and (time_left := self.pace.time_left(step)):
             line += f"; {time_left}"
         log.info("%s", line)
-        for name, values in self.history.items():
+        history = self.history
+        for name, values in history.items():
             values.append(float(row[name] or "nan"))
-        rewards, shares, parse_rates = self.history.values()
-        warnings = {"parse rate": parse_rate_warning(parse_rates), "reward": reward_warning(rewards, shares)}
+        warnings = {
+            "parse rate": parse_rate_warning(history["parse_rate"]),
+            "reward": reward_warning(history["reward"], history["zero_std_fraction"]),
+        }
         for name, warning in warnings.items():
             if warning and step - self.warned_at.get(name, -WARN_EVERY) >= WARN_EVERY:
                 self.warned_at[name] = step

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import only
 
-from grpo.data.files import label, read_csv, read_rows
+from grpo.data.files import label, read_file, read_rows
 from grpo.data.formats import is_dataset
 from grpo.settings import Problems
 
@@ -28,7 +28,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 def load(path, system=""):
     problems = Problems()
-    return read_csv(path, problems, system), problems
+    return read_file(path, problems, system), problems
 
 
 def write(path, text):

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, write_csv
 from machines import only
 
-from grpo.data.files import Row, read_csv
+from grpo.data.files import Row, read_file
 from grpo.data.reward_checks import check_heldout, check_rewards, sample_rows, try_rewards
 from grpo.plan.hub import TINY_PATH
 from grpo.settings import Problems, Settings
@@ -37,7 +37,6 @@ def deep(completions, **columns): return deep(completions)
 # Modules of the user's; Python takes its own module for the last one, which nothing has imported before.
 MODULES = {
     "my_rewards": MY_REWARDS,
-    "my_broken": "def score(:\n",
     "my_helper": "zero = 0.0\n",
     "my_exit": "import sys\nsys.exit(0)\n",
     "colorsys": "def score(completions, **columns): return [1.0 for _ in completions]\n",
@@ -75,8 +74,6 @@ BAD = [
     ("action=1e5", "weight '1e5' of 'action' is more than 10000 in size"),
     ("", "no reward function"),
     ("action,action=2", "named twice"),
-    ("nowhere:score", "cannot be loaded: ModuleNotFoundError"),
-    ("my_broken:score", "SyntaxError"),
     ("my_rewards:NUMBER", "is no function"),
     ("my_rewards:total", "my_rewards:total returned 1 rewards for 4 completions"),
     ("my_rewards:narrow", "narrow raised TypeError: narrow() got an unexpected keyword argument"),
@@ -210,5 +207,5 @@ def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch):
     rows = [["What is 4+4? ", "[0]"], ["What is 4+5?", "[0]"]]
     path = write_csv(tmp_path / "train.csv", ["question", "answer"], rows)
     monkeypatch.chdir(tmp_path)
-    trials = try_rewards([("answers:exact", 1.0)], Settings(), read_csv(path, Problems()), TOKENIZER)
+    trials = try_rewards([("answers:exact", 1.0)], Settings(), read_file(path, Problems()), TOKENIZER)
     assert [answers[2:] for _, answers in trials] == [[[1.0], [0.0]]] * 2, "of [0] and of [1]"

@@ -33,7 +33,7 @@ def test_what_a_reward_may_return(result, message, tmp_path, monkeypatch):
     name = f"returns_{abs(hash(result))}"
     (tmp_path / f"{name}.py").write_text(f"async def score(completions, **columns):\n    return {result}\n")
     monkeypatch.chdir(tmp_path)
-    reward = reward_callable(f"{name}:score", Settings())
+    reward = reward_callable(f"{name}:score", "score", Settings())
     expected = pytest.raises(RuntimeError, match=f"REWARDS: {name}:score {message}")
     with expected if message else contextlib.nullcontext():
         assert len(reward(["a", "b", "c"])) == 3

@@ -40,7 +40,7 @@ def weather(tiny, tmp_path_factory):
         rows.append([date, f"Day {day}, {hour}:00, wind {wind} m/s. Will it rain?", 1 - wind / 40, wind / 40])
     data = write_csv(place / "weather.csv", HEADER, rows)
     done = run_script(**SETTINGS | {"DATA": data, "OUTPUT_DIR": place / "run"})
-    split = hold_out(files.read_csv(data, Problems()), 0.1)
+    split = hold_out(files.read_file(data, Problems()), 0.1)
     held = write_csv(place / "held.csv", HEADER, [[row.columns[name] for name in HEADER] for row in split.heldout])
     return SimpleNamespace(folder=place / "run", data=data, held=held, split=split, output=done.stdout)
 

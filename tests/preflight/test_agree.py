@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
-from conftest import CLEAN
+from conftest import CLEAN, write_csv
 from machines import CPU, H100, only, plan_inputs
 from ranked import in_ranks
 from test_checks import memory_problems
@@ -71,8 +72,11 @@ def checked(ranks, tmp_path, own):
     return list(resolved.problems) or [resolved.run.step, resolved.plan.generation_batch]
 
 
+ON_ANY_MACHINE = {"USE_VLLM": "0", "ATTN_IMPL": "eager", "EXPERTS": "bf16"}
+
+
 def test_activations_may_be_kept_on_some_gpus_alone(tmp_path):
-    auto = {"USE_VLLM": "0", "ATTN_IMPL": "eager", "EXPERTS": "bf16", "GRADIENT_CHECKPOINTING": "auto"}
+    auto = ON_ANY_MACHINE | {"GRADIENT_CHECKPOINTING": "auto"}
     assert in_ranks(2, checked, tmp_path, [auto, auto]) == [[9, 2], [9, 2]]
     (problem,), _ = in_ranks(2, checked, tmp_path, [auto, auto | {"GRADIENT_CHECKPOINTING": "1"}])
     assert problem.startswith("GRADIENT_CHECKPOINTING: auto on rank 0 and 1 on rank 1")
@@ -85,12 +89,23 @@ def test_activations_may_be_kept_on_some_gpus_alone(tmp_path):
         ({"SEED": "x"}, "SEED: 'x' is not accepted, expected a whole number. Unset it for the default (42) (rank 1)"),
         ({"SEED": "7"}, "SEED: 42 on rank 0 and 7 on rank 1. Every process"),
         ({"GPU": "1"}, "GPUs: 0 on rank 0 and 1 on rank 1. Every process needs one GPU"),
-        ({"EXPERTS": "mxfp4"}, "EXPERTS: bf16 on rank 0 and mxfp4 on rank 1. Every process"),
-        ({"DATA": "data/tes_heldout_compact.csv"}, "DATA: data/tes_train_compact.csv on rank 0 and "),
     ],
 )
 def test_all_processes_have_the_same_input(tmp_path, other, message):
-    base_settings = {"USE_VLLM": "0", "ATTN_IMPL": "eager", "EXPERTS": "bf16"}
-    first, second = in_ranks(2, checked, tmp_path, [base_settings, base_settings | other])
+    first, second = in_ranks(2, checked, tmp_path, [ON_ANY_MACHINE, ON_ANY_MACHINE | other])
     assert first == second
     assert first == [9, 2] if message is None else only(first).startswith(message)
+
+
+def test_rows_that_differ_under_the_same_name_are_a_problem(tmp_path):
+    """As on machines that share no disk."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        write_csv(tmp_path / str(rank) / "rows.csv", ["user", "reward_action_0", "reward_action_1"], [["x", rank, 2]])
+
+    def checked_there(ranks):
+        os.chdir(tmp_path / str(ranks.rank))
+        return checked(ranks, tmp_path, [ON_ANY_MACHINE | {"DATA": "rows.csv"}] * 2)
+
+    for problems in in_ranks(2, checked_there):
+        assert only(problems).startswith("rows of DATA and EVAL_DATA: ")

@@ -32,7 +32,6 @@ CONFLICTS = [
     ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
     ({"ATTN_IMPL": "org/kernel", "PACKING": "prefix"}, H100, ["PACKING: org/kernel takes padded rows only"]),
     ({}, dataclasses.replace(H100, capability=7.5), ["GPU: ", "compute capability 7.5"]),
-    ({"TEMPERATURE": 2.1}, H100, ["takes at most 2"]),
     ({"EVAL_TEMPERATURE": 2.1}, H100, ["EVAL_TEMPERATURE", "takes at most 2"]),
     ({"TEMPERATURE": 0.005}, H100, ["no colder than 0.01", "USE_VLLM=0"]),
     ({"LOSS_TYPE": "vespo", "IS_CORRECTION": "sequence_mask"}, CPU, ["vespo"]),
@@ -150,10 +149,13 @@ def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
     assert "does not generate here" in only(tiny_run(EXPERTS="shared").problems)
     assert "its gradients may be wrong" in banner.banner(tiny_run(H100, ATTN_IMPL="org/kernel"))
     assert "cannot be used, see below" in banner.banner(tiny_run(OUTPUT_DIR=__file__))
+    assert dict(banner.run_lines(tiny_run(H100, USE_VLLM=1)))["rollouts"] == "vLLM: set by USE_VLLM"
     experts = banner.banner(tiny_run(LORA_R=3, LORA_TARGETS="v_proj,1.experts"))
     assert "v_proj: 3 matrices, 1,152 parameters" in experts and "1.experts: 2 matrices, 3,840 parameters" in experts
     text = "\n".join(tiny_run(MODEL_ID="openai/gpt-oss-20b", MAX_PROMPT_LEN=2048).problems)
     assert "no GPU is visible, and openai/gpt-oss-20b needs one" in text
+    little = dataclasses.replace(CPU, ram_free=0.01)
+    assert "of memory and 0.0 GiB are free. Lower MICRO_BATCH or MAX_COMPLETION_LEN" in only(tiny_run(little).problems)
     absent, ignored = tiny_run(DRAFT_MODEL="/nowhere").problems
     assert absent.startswith("DRAFT_MODEL=/nowhere: ")
     assert ignored.startswith("DRAFT_MODEL: only vLLM takes a draft, and it does not generate here (no GPU: ")
@@ -253,28 +255,20 @@ def test_activations_are_kept_where_large_micro_batches_leave_room(free, changes
     assert resolve.resolve_checkpointing(settings, plan_inputs(CPU))[0] == changes.get(SET, True)
 
 
-@pytest.mark.parametrize(
-    ("free", "completion", "parts", "problem"),
-    [
-        (139.0, 4000, 1, ""),
-        (78.6, 4000, 4, ""),
-        (78.6, 512, 4, ""),
-        (70.0, 512, 4, "70 of 80 GiB are free, and vLLM would have 0.0 GiB of cache"),
-    ],
-)
-def test_gpt_oss_120b_is_planned_for_one_card(free, completion, parts, problem):
+def test_gpt_oss_120b_is_planned_for_one_card():
     """With shared weights; what is printed of it, and what is refused."""
-    machine = dataclasses.replace(H100, capability=9.0, gpu_free=free)
-    inputs = dataclasses.replace(plan_inputs(machine, True), config=LARGE_CONFIG)
-    settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=completion)
-    settings = dataclasses.replace(settings, EXPERTS=resolve.resolve_experts(settings, inputs)[0])
-    if problem:  # Where nothing fits, `auto` is paged.
-        settings = dataclasses.replace(settings, EXPERTS="shared")
-    lines = dict(banner.memory_lines(plan_memory(settings, inputs), machine))
-    assert settings.EXPERTS == "shared" and lines.get("dequantized", "1 part").startswith(f"{parts} part")
-    checks.check_memory(settings, inputs, problems := Problems())
-    assert len(problems) == bool(problem) and problem in "".join(problems)
-    assert not problem or "With all else as set, EXPERTS=mxfp4 and USE_VLLM=0 fits" in only(problems)
+    settings = Settings(EXPERTS="shared", ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=512)
+    problems = Problems()
+    for free, parts in ((139.0, None), (78.6, "4 parts of a layer's experts"), (70.0, "4 parts of a layer's experts")):
+        assert not problems
+        machine = dataclasses.replace(H100, capability=9.0, gpu_free=free)
+        inputs = dataclasses.replace(plan_inputs(machine, True), config=LARGE_CONFIG)
+        dequantized = dict(banner.memory_lines(plan_memory(settings, inputs), machine)).get("dequantized")
+        assert dequantized is parts or dequantized.startswith(parts)
+        assert free == 70 or resolve.resolve_experts(dataclasses.replace(settings, EXPERTS=None), inputs)[0] == "shared"
+        checks.check_memory(settings, inputs, problems)
+    assert "70 of 80 GiB are free, and vLLM would have 0.0 GiB of cache" in only(problems)
+    assert "With all else as set, EXPERTS=mxfp4 and USE_VLLM=0 fits" in only(problems)
 
 
 def test_disk_space(tmp_path, monkeypatch):
@@ -366,20 +360,16 @@ def test_a_run_is_warned_where_nothing_is_held_out_or_it_is_trained_on(tiny_run,
     assert warning.startswith("2 of 3 held-out prompts are in DATA as well")
 
 
-@pytest.fixture
-def forty_rows(tmp_path):
+def test_the_plan_says_which_rows_are_held_out_and_names_no_plant_where_there_is_none(tiny_run, tmp_path):
     rows = [["x" * n, n / 50, 1 - n / 50] for n in range(1, 41)]
-    return write_csv(tmp_path / "forty.csv", ["question", *HEADER[1:]], rows)
-
-
-def test_the_plan_says_which_rows_are_held_out_and_names_no_plant_where_there_is_none(tiny_run, forty_rows):
-    resolved = tiny_run(DATA=forty_rows, EVAL_SAMPLES=8)
+    path = write_csv(tmp_path / "forty.csv", ["question", *HEADER[1:]], rows)
+    resolved = tiny_run(DATA=path, EVAL_SAMPLES=8)
     facts = dict(banner.run_lines(resolved))
     assert not resolved.problems and (len(resolved.rows), len(resolved.eval_rows)) == (34, 6)
     assert facts["data"] == "34 training rows, 6 held-out rows"
     assert facts["held out"].startswith("6 rows of DATA are not trained on: 6 of its 40 prompts")
     assert resolved.best_by == "reward" and "plant" not in banner.banner(resolved)
-    assert dict(banner.run_lines(tiny_run(DATA=forty_rows)))["evaluation"] == "none: EVAL_SAMPLES=0"
+    assert dict(banner.run_lines(tiny_run(DATA=path)))["evaluation"] == "none: EVAL_SAMPLES=0"
 
 
 def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path):

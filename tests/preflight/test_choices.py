@@ -15,27 +15,11 @@ from grpo.settings import Settings, load_settings
 
 BARE = Row("old.csv", 1, (("user", "x"),), (0.5, 0.5), {})
 VALUED = dataclasses.replace(BARE, file="new.csv", q=(-1.0, -1.0))
+UNREWARDED = dataclasses.replace(BARE, file="bare.csv", rewards=())
 
 
-NO_EXPECTED_REWARD = [
-    ({"EXPECTED_REWARD": False}, True, ["regret"], "set by EXPECTED_REWARD"),
-    ({}, True, [], "no function of REWARDS"),
-    ({"IMPORTANCE_SAMPLING_LEVEL": "sequence"}, True, ["regret"], "IMPORTANCE_SAMPLING_LEVEL=sequence weights"),
-    ({"EXPECTED_REWARD": True}, False, ["regret"], "bare.csv has no reward_action_k"),
-    ({"INVALID_REWARD": math.nan}, True, ["regret"], "INVALID_REWARD=nan"),
-    ({"LOSS_TYPE": "vespo"}, True, ["regret"], "vespo"),
-    ({"IS_CORRECTION": "sequence_truncate"}, True, ["regret"], "sequence_truncate"),
-    ({"TOP_P": 0.99}, True, ["regret"], "TOP_P"),
-]
-
-
-@pytest.mark.parametrize(("changes", "tables", "names", "word"), NO_EXPECTED_REWARD)
-def test_expected_reward_says_why_it_is_off(changes, tables, names, word):
-    rows = [Row("d.csv", 1, (("user", "x"),), (0.5, 0.1), {})]
-    rows += [] if tables else [Row("bare.csv", 1, (("user", "x"),), (), {})]
-    chosen, reason = choices.choose_expected_reward(Settings(**changes), rows, names)
-    assert not chosen and word in reason
-    assert choices.choose_expected_reward(Settings(), rows[:1], ["regret"])[0]
+def expected(changes, rows=(BARE,), names=("regret",)):
+    return choices.choose_expected_reward(Settings(**changes), rows, names)
 
 
 def evaluation(changes, parameters=1, why_sampled="", engine=False, opened=False, actions=True):
@@ -64,6 +48,15 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_rewards, (None, [VALUED, VALUED]), "regret", "every training row has q_action_k"),
     (choices.choose_rewards, (None, [VALUED, BARE]), "action", "old.csv has no q_action_k"),
     (choices.choose_rewards, (None, []), "action", "no training rows"),
+    (expected, ({},), True, "regret can be looked up there"),
+    (expected, ({"EXPECTED_REWARD": False},), False, "set by EXPECTED_REWARD"),
+    (expected, ({}, [BARE], []), False, "no function of REWARDS"),
+    (expected, ({"IMPORTANCE_SAMPLING_LEVEL": "sequence"},), False, "IMPORTANCE_SAMPLING_LEVEL=sequence weights"),
+    (expected, ({"EXPECTED_REWARD": True}, [BARE, UNREWARDED]), False, "bare.csv has no reward_action_k"),
+    (expected, ({"INVALID_REWARD": math.nan},), False, "INVALID_REWARD=nan"),
+    (expected, ({"LOSS_TYPE": "vespo"},), False, "vespo"),
+    (expected, ({"IS_CORRECTION": "sequence_truncate"},), False, "sequence_truncate"),
+    (expected, ({"TOP_P": 0.99},), False, "TOP_P"),
     (evaluation, ({}, 10_000_000), True, "10M parameters"),
     (evaluation, ({}, 10_000_001), False, "too long"),
     (evaluation, ({}, 230_000, "", True), False, "vLLM generates"),

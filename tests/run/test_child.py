@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CLEAN, ROOT
+from conftest import CLEAN, ROOT, run_python
 from runs import wait_until
 
 from grpo.run.child import run_child
@@ -99,4 +99,4 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) + signal.SIGTERM)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins a process to a core")
 def test_a_worker_that_has_not_begun_is_ended_too():
-    subprocess.run([sys.executable, "-c", WORKER], env=CLEAN | {"PYTHONPATH": str(ROOT)}, check=True)
+    run_python("-c", WORKER)

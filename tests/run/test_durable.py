@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN, ROOT
+from conftest import CLEAN, ROOT, run_python
 from damage import KINDS
 from machines import only
 
@@ -133,6 +133,5 @@ def test_a_scratch_folder_of_a_process_that_was_killed_is_deleted_by_the_next(tm
     assert new.stat().st_mode & 0o777 == 0o700 and old != used
     living.terminate()
     living.communicate()
-    ending = "from grpo.run.durable import scratch_folder; scratch_folder()"
-    subprocess.run([sys.executable, "-c", ending], env=environ, check=True)
+    run_python("-c", "from grpo.run.durable import scratch_folder; scratch_folder()", TMPDIR=tmp_path)
     assert {*tmp_path.iterdir()} == {new, starting, tmp_path / "train_grpo-main"}, "deletes its own, and the used one"

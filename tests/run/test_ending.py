@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CLEAN, ROOT
+from conftest import CLEAN, ROOT, run_python
 from runs import wait_until
 
 CODE = """
@@ -55,10 +55,7 @@ sys.exit(run_script(fail))
     ],
 )
 def test_a_script_names_what_the_user_can_mend(error, code, shown):
-    program = FAILURES.format(error=error)
-    environ = CLEAN | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ)
-    assert (done.returncode, done.stderr) == (code, shown)
+    assert run_python("-c", FAILURES.format(error=error), code=code).stderr == shown
 
 
 SCRIPT = """

@@ -156,6 +156,8 @@ def test_damaged_records_are_refused_or_passed_over(tmp_path):
     settings, folder = run_dir(tmp_path)
     (folder / COMPLETE).write_text('{"steps": 9, "sha256": "0"}')
     assert not inspect(settings)[1] and "complete (4 of 4" in only(inspect(settings, TOTAL_STEPS=4)[1])
+    (folder / "checkpoint-4" / MANIFEST).write_text('{"files": {}, "ends": {"metrics.csv": [-1, "0"]}}')
+    assert "the rows of metrics.csv up to checkpoint-4 were edited or damaged" in only(inspect(settings)[1])
     record = json.dumps(sealed(json.loads((folder / "settings.json").read_text())))
     for text in ("", record.replace("5e-05", "6e-05"), '{"settings": 1, "data_sha256": ""}'):
         (folder / "settings.json").write_text(text)

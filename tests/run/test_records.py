@@ -60,19 +60,16 @@ def paths_of(value, path=()):
 def replaced(record, path, value):
     if not path:
         return value
-    record = copy.deepcopy(record)
-    part = record
-    for key in path[:-1]:
-        part = part[key]
-    part[path[-1]] = value
-    return record
+    changed = copy.copy(record)
+    changed[path[0]] = replaced(record[path[0]], path[1:], value)
+    return changed
 
 
 def read_everything(run_settings, folder):
     """All that a start, a resumed run, a report and an adapter's user read of a run's folder."""
     inspect(run_settings)
     inspect(run_settings, OVERWRITE=True)
-    continuation(folder, vars(run_settings))
+    continuation(folder, run_settings.OVERWRITE)
     complete_steps(folder)
     read_best(folder)
     is_intact(folder / "evaluation.json")

@@ -22,12 +22,9 @@ from grpo.run.durable import SCRATCH
 from grpo.run.folder import find_checkpoint
 from grpo.settings import FIELDS
 
-RUN = {
-    "MODEL_ID": "tiny", "TEMPERATURE": "1", "USE_VLLM": "1", "TOTAL_STEPS": "4", "SAVE_STEPS": "1", "SEED": "5",
-    "PROMPTS_PER_STEP": "3", "NUM_GENERATIONS": "4", "EVAL_SAMPLES": "0", "DATA": "data/tes_heldout_compact.csv",
-    "LEARNING_RATE": "1e-2", "ATTN_IMPL": "eager", "EVAL_PROFILE": "",
-    "EVAL_DATA": SETTINGS["EVAL_DATA"],
-    "LR_SCHEDULER": "constant",  # a run whose TOTAL_STEPS is raised stays the same
+RUN = SETTINGS | {
+    "USE_VLLM": 1, "TOTAL_STEPS": 4, "SAVE_STEPS": 1, "REWARDS": "auto", "LEARNING_RATE": "1e-2", "ATTN_IMPL": "eager",
+    "EVAL_PROFILE": "", "LR_SCHEDULER": "constant",  # a run whose TOTAL_STEPS is raised stays the same
     "PARITY_LIMIT": 0.15,  # the stub computes in BF16, the run in float32
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from closed_loop_schema import check_schema
 from conftest import ROOT
 from test_tes_plant import hour_by_hand
 
-from grpo.data.files import read_csv
+from grpo.data.files import read_file
 from grpo.data.prompts import render, render_rows
 from grpo.plan.hub import find_model
 from grpo.settings import Problems, Settings
@@ -78,7 +78,7 @@ def test_prompts_are_those_of_the_dataset(kind, tiny, tmp_path):
     path.write_text(rows_csv([row for w in WINDOWS for row, _ in trajectory(w, rng, kind, 150.0, 0)]))
     problems = Problems()
     files, s = find_model("tiny", problems), Settings(MODEL_ID="tiny", MAX_PROMPT_LEN=9999)
-    rows, _ = render_rows(s, read_csv(path, problems), files.template, files.tokenizer, problems)
+    rows, _ = render_rows(s, read_file(path, problems), files.template, files.tokenizer, problems)
     assert not problems and prompt_kind([row.messages for row in rows]) == kind
     render_state = renderer(kind, lambda turns: render(files.template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
     seen, best = [], loop.optimal_policy(WINDOWS)
@@ -93,7 +93,7 @@ def test_prompts_are_those_of_the_dataset(kind, tiny, tmp_path):
 
 def test_which_plant_the_prompts_are_of():
     names = ("tes_heldout.csv", "tes_heldout_compact.csv")
-    full, compact = ([row.messages for row in read_csv(ROOT / "data" / n, Problems())[:3]] for n in names)
+    full, compact = ([row.messages for row in read_file(ROOT / "data" / n, Problems())[:3]] for n in names)
 
     def edited(messages, old, new):
         return [[(role, text.replace(old, new)) for role, text in conversation] for conversation in messages]

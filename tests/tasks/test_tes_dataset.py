@@ -14,9 +14,9 @@ from conftest import ROOT, read_csv
 from test_tes_profiles import GOOD, JAPANESE, as_csv, profile_rows
 
 from grpo.settings import InputError
-from grpo.tasks.tes.dataset import SEED, profile_files, short_hours, synthetic_windows, vary_loads
+from grpo.tasks.tes.dataset import SEED, profile_files, short_hours, synthetic_windows
 from grpo.tasks.tes.plant import HOURS, PLANT, q_values
-from grpo.tasks.tes.profiles import TRAIN_START, Window, cut_windows, synthetic_profile
+from grpo.tasks.tes.profiles import TRAIN_START, Window, synthetic_profile
 
 DATA = ROOT / "data"
 NAMES = ("tes_train.csv", "tes_heldout.csv", "tes_train_compact.csv", "tes_heldout_compact.csv")
@@ -60,11 +60,8 @@ def test_short_hours_are_spread_over_the_day_and_exact() -> None:
     grid = window.solve(start_kwh=np.linspace(0, PLANT.capacity_kwh, 61))
     for row, state in decisions:
         t = len(HOURS) * window.dates.index(state.stamp.date()) + HOURS.index(state.stamp.hour)
-        assert row["timestep"] == 24 * (t // len(HOURS)) + state.stamp.hour
         mine = [row[f"q_action_{k}"] for k in range(4)]
         assert np.allclose(mine, q_values(grid, t, state.energy_kwh), atol=0.5)
-        served = [kw >= state.short_kwh for kw in PLANT.outputs_kw]
-        assert served[row["optimal_action"]] or not any(served)
     # An hour without a load cannot be short.
     idle = Window(window.dates, window.co2, np.where(np.arange(10) == 4, 0.0, window.load_kw))
     assert [state.stamp.hour for _, state in short_hours(idle, rng, "full")] == [8, 9, 10, 11, 13, 14, 15, 16, 17]
@@ -103,17 +100,8 @@ def test_own_profiles(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert [path.name for path in (tmp_path / "once").iterdir()] == ["tes_long.csv"]
 
 
-def test_further_walks_vary_the_loads_of_each_day() -> None:
-    """The first is as it was; in the others each day's load has a factor of its own, and the values are solved anew."""
-    window = cut_windows(synthetic_profile(3, 4))[0]
-    rng = np.random.default_rng(0)
-    assert vary_loads(window, rng, 1.0) is window
-    for other_window in (vary_loads(window, rng, 2.0) for _ in range(20)):
-        day, hour = np.nonzero(window.load_kw > 5)
-        factor = other_window.load_kw[day, hour] / window.load_kw[day, hour]
-        assert (factor >= 0.5 - 0.02).all() and (factor <= 2 + 0.02).all()
-        assert all(np.ptp(factor[day == d]) < 0.04 for d in range(4)) and np.ptp(factor) > 0.01
-        assert other_window.co2 is window.co2 and other_window.dates == window.dates
+def test_further_walks_vary_the_loads() -> None:
+    """The first is as it was; the factors themselves are those of the committed files."""
     profiles = {Path("x"): synthetic_profile(3, 7)}
     plain, other = (
         dict(profile_files(profiles, ("compact",), 1, trajectories=2, short_share=0.3, vary=f)) for f in (1, 3)

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 from run_folders import plant_record
 
-from grpo.data.files import read_csv
+from grpo.data.files import read_file
 from grpo.settings import Problems, Settings
 from grpo.tasks.tes.simulator import SIMULATOR, skip_reason
 
@@ -33,8 +33,8 @@ def test_whether_the_closed_loop_runs(change, kind, use_vllm, is_chosen, words):
 
 def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv):
     problems = Problems()
-    full, compact = (read_csv(ROOT / "data" / f"tes_heldout{end}.csv", problems) for end in ("", "_compact"))
-    other = read_csv(good_csv, problems)
+    full, compact = (read_file(ROOT / "data" / f"tes_heldout{end}.csv", problems) for end in ("", "_compact"))
+    other = read_file(good_csv, problems)
 
     def plan(rows, profile=PROFILE, template="{{ messages }}"):
         return SIMULATOR.plan(Settings(EVAL_PROFILE=profile), rows, template, True, False, problems)

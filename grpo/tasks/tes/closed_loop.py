@@ -10,14 +10,14 @@ import numpy as np
 import rewards
 from grpo.phases import with_progress
 from grpo.tasks.tes import plant as tes
-from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, PLANT, START_KWH
+from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, PLANT, SAME_KWH, START_KWH
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import State, state_at
 
 DECISIONS = DECISION_DAYS * len(HOURS)
 Policy = Callable[[Sequence[State]], Sequence[int | None]]  # one action for each state; None: the answer names none
 Ask = Callable[[Sequence[str], int], Sequence[str]]  # ask(prompts, hour): a completion of each prompt
-SAME_KWH, LEAST_PROBABILITY = 1e-7, 1e-6  # closer energies are one state; less likely states are dropped
+LEAST_PROBABILITY = 1e-6  # less likely states are dropped
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from grpo.tasks.tes.prompts import State, render_compact, render_full, state_at
 
 EXPLORE = 0.25  # share of decisions on a trajectory that are random instead of optimal
 SHORT_SHARE = 0.3  # short hours (`with_short_hours`) as a share of the rows of the committed training files
-SEED = 1  # of the files under data/, those of gsm8k too
+SEED = 1  # The files under data/ are made with this seed, those of gsm8k too.
 TRAIN_WINDOWS, HELDOUT_WINDOWS = {"full": 4, "compact": 20}, {"full": 2, "compact": 5}
 # `max_factor` of training days; those of compact prompts, for the tiny model, cover other seasons too.
 TRAIN_FACTOR = {"full": 1.0, "compact": 2.0}
 # Random streams: with one seed, no two streams give the same day.
 TRAIN_STREAM, HELDOUT_STREAM, ROWS_STREAM, SHORT_STREAM = 0, 1, 2, 3
-MOST_DRAWS = 200  # times at most that short hours are drawn from each window of a profile
+MOST_DRAWS = 200  # Short hours are drawn from each window of a profile at most so many times.
 DATA_DIR = ROOT / "data"
 CONTEXT_COLUMNS = {"full": ("prompt",), "compact": ("system", "user")}
 CsvRow = dict[str, Any]  # cells by column

@@ -13,6 +13,7 @@ HOURS = tuple(range(8, 18))  # decision hours of a day: 08:00 to 17:00, the buil
 DECISION_DAYS = 3  # days decided on in a window; one more day follows it and prices what is left in the storage
 LOW_HOURS = 5  # number of the next day's lowest CO2 intensities in decision hours whose mean prices stored energy
 START_KWH = 150.0  # stored at the start of a window: half of the capacity
+SAME_KWH = 1e-7  # energies that are closer than this differ by rounding alone
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def solve(load_kw: np.ndarray, co2: np.ndarray, price_per_kwh: float, start_kwh:
 def distinct_energies(energies: np.ndarray) -> np.ndarray:
     """Sorts energies and drops repeats, also those that differ by rounding errors only; shape (N,) to (<= N,)."""
     energies = np.sort(energies)
-    return energies[np.diff(energies, prepend=-np.inf) > 1e-7]
+    return energies[np.diff(energies, prepend=-np.inf) > SAME_KWH]
 
 
 def q_values(solution: Solution, t: int, energy_kwh: float | np.ndarray) -> np.ndarray:

@@ -21,7 +21,6 @@ from grpo.tasks.tes.prompts import prompt_kind, renderer
 from grpo.tasks.tes.record import ClosedLoopPlan
 
 PROFILE = "data/profile_heldout.csv"  # of the demo's held-out rows
-FULL_IS_SAMPLED = "full prompts are too long and too many to ask all that can happen"
 HEADER = ("", "CO2, kg", "Cycled, kWh", "Regret, %", "Unparsed", "Unserved, kWh", "In windows", "Worst window (kWh)")
 NOTE = (
     "Totals over all windows. Regret: cost above the optimum's, in brackets its 95% interval over windows. Little CO2 "
@@ -51,7 +50,9 @@ def skip_reason(settings: Settings, kind: str | None, use_vllm: bool, is_chosen:
 def why_sampled(settings: Settings, kind: str | None) -> str:
     """Why the model's answers are sampled, with prompts of this kind; empty if the probabilities of all answers can be
     computed. With DIRECT_ANSWERS these take one pass over a prompt."""
-    return FULL_IS_SAMPLED if kind == "full" and not settings.DIRECT_ANSWERS else ""
+    if kind == "full" and not settings.DIRECT_ANSWERS:
+        return "full prompts are too long and too many to ask all that can happen"
+    return ""
 
 
 def make_plan(
