@@ -160,6 +160,15 @@ def test_a_step_without_vllm_fits_22_gib(free):
     assert plan(large, GENERATION_BATCH=96, **job).generation > 5 * chosen.generation
 
 
+def test_each_process_generates_its_part_rounded_up():
+    """97 completions on three processes are 33, 32 and 32: the memory of 33 is needed."""
+    parts = [
+        memory.generation_gib(Settings(), memory.PlanInputs(REAL_CONFIG, gpu(79.0, ranks=ranks), 940, "eager"), total)
+        for ranks, total in ((1, 33), (3, 97), (3, 99), (3, 96))
+    ]
+    assert parts[0] == parts[1] == parts[2] > parts[3]
+
+
 def test_kept_activations_limit_micro_batches_alone():
     """While transformers generates, no activations are kept, so it may use as much memory as with checkpointing."""
     job = {"prompt_len": 930, "EXPERTS": "mxfp4", "NUM_GENERATIONS": 32}
