@@ -177,8 +177,8 @@ def learning_gib(settings: Settings, inputs: PlanInputs, rows: int, parts: int =
     completion_tokens = rows * settings.MAX_COMPLETION_LEN
     tile = min(completion_tokens, 4096) * min(config["vocab_size"], HEAD_TILE) * 2
     head = tile + (tokens * 2 + completion_tokens * 8) * hidden
-    # The largest tensor once more: torch's allocator cannot join free blocks that lie apart. 12 x 32 completions on an
-    # H100 took 3 GiB more than their tensors.
+    # The largest tensor once more, as an allowance for free blocks that torch's allocator cannot join: 12 x 32
+    # completions on an H100 took 3 GiB more than all the rest of this sum (docs/results/experts-shared-384-h100.json).
     apart = tokens * top * 2 * config["intermediate_size"] * 2
     return layer + (saved + max(tokens * per_token + scores, head) + apart) / GIB + 0.1
 
