@@ -180,8 +180,8 @@ def regret(completions: Sequence[str], *, invalid_reward: float | None = None, *
 
 def cost(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
     """Minus the regret of `regret_rows` itself. With `SCALE_REWARDS=batch` a policy that is unsure then prefers many
-    small losses to a rare large one, as a closed loop counts them: for a second run, which starts at the adapter of a
-    run with `regret`.
+    small losses to a rare larger one, because losses add up as in the plant's closed loop. It is meant for a second
+    run, which starts at the adapter of a run with `regret`.
 
     >>> table = {"q_action_0": [-1.0] * 3, "q_action_1": [-1.05] * 3, "q_action_2": [-51.0] * 3}
     >>> table |= {f"reward_action_{k}": [0.0] * 3 for k in range(3)}
