@@ -180,7 +180,7 @@ class Settings:
         "attention supports it.")
     GRADIENT_CHECKPOINTING: bool | None = setting("Learner", None, tiny=False, resume=True, text=
         "Recompute activations in the backward pass: much less memory, about a third more time; `auto`: unless those "
-        "of large micro-batches fit half of the GPU.")
+        "of large micro-batches fit 70% of the GPU.")
     LOSS_TYPE: str = setting(  # Each value is computed by `Learner.liger`, and the tests compare it with TRL's.
         "Learner", "bnpo", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"), text=
         "GRPO variant, TRL's names; the loss is Liger's.")

@@ -122,9 +122,10 @@ def unshared_reason(sync: str | None, config: ModelConfig | None, machine: Machi
 
 # Shares of the free memory: the rest is for fragmentation and CUDA's context, or for a CPU machine's other programs.
 GPU_SHARE, CPU_SHARE = 0.9, 0.5
-# The same of a GPU where autograd keeps activations, and the least tokens of a micro-batch with which that is faster: a
-# half full H200 learned a quarter faster so (15,000 tokens), an H100 that was 87% full a quarter more slowly.
-KEPT_SHARE, LEAST_KEPT_TOKENS = 0.5, 12_000
+# The same of a GPU where autograd keeps activations, and the tokens of a micro-batch with which that is faster: an H100
+# learned from 9,000 and 10,000 tokens in a fifth less time so, an H200 from 15,000 in a quarter less. More tokens only
+# fill the H100: 13,000 in 76% of its memory took as long as 10,000 in 64%, 15,000 in 87% longer than without.
+KEPT_SHARE, LEAST_KEPT_TOKENS, MOST_KEPT_TOKENS = 0.7, 8_500, 16_000
 MICRO_BATCH_TOKENS = 50_000  # Micro-batches with more tokens are not faster per token.
 BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
 HEAD_TILE = 32768  # Vocabulary entries in a tile of logits, as in TRL.
@@ -178,7 +179,7 @@ def learning_gib(settings: Settings, inputs: PlanInputs, rows: int, parts: int =
     tile = min(completion_tokens, 4096) * min(config["vocab_size"], HEAD_TILE) * 2
     head = tile + (tokens * 2 + completion_tokens * 8) * hidden
     # The largest tensor once more, as an allowance for free blocks that torch's allocator cannot join: 12 x 32
-    # completions on an H100 took 3 GiB more than all the rest of this sum (docs/results/experts-shared-384-h100.json).
+    # completions on an H100 took 3 GiB more than the rest (docs/results/experts-shared-384-recomputed-h100.json).
     apart = tokens * top * 2 * config["intermediate_size"] * 2
     return layer + (saved + max(tokens * per_token + scores, head) + apart) / GIB + 0.1
 
@@ -221,7 +222,8 @@ def gains_speed(settings: Settings, inputs: PlanInputs, rows: int) -> bool:
     matrix products are large enough, and fixed costs are spread over enough tokens."""
     if (inputs.prompt_len + settings.MAX_COMPLETION_LEN) * inputs.config["hidden_size"] < 100_000:
         return rows <= 64
-    return micro_batch_tokens(settings, rows, inputs.prompt_len, inputs.share_prompts) <= MICRO_BATCH_TOKENS
+    most = MOST_KEPT_TOKENS if settings.GRADIENT_CHECKPOINTING is False else MICRO_BATCH_TOKENS
+    return micro_batch_tokens(settings, rows, inputs.prompt_len, inputs.share_prompts) <= most
 
 
 def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:

@@ -235,12 +235,13 @@ def test_experts_are_chosen_by_the_machine(capability, free, beside_vllm, chosen
 SET = "GRADIENT_CHECKPOINTING"
 CHECKPOINTING = [  # GPU memory, what is set, whether activations are recomputed, the micro-batch, and the reason.
     (139.8, {}, False, 24, "there is room for all that micro-batches of 15,108 tokens keep"),
-    (79.0, {}, True, 48, "without it micro-batches would have"),
-    (79.0, {SET: False}, False, 8, f"{SET}=0"),
+    (79.0, {}, False, 16, "there is room for all that micro-batches of 10,072 tokens keep"),
+    (70.0, {}, True, 48, "without it micro-batches would have"),
+    (70.0, {SET: False}, False, 12, f"{SET}=0"),
     (139.0, {SET: True}, True, 48, f"{SET}=1"),
-    # An H200 has room for micro-batches of 12,000 tokens: MICRO_BATCH asks for others.
-    (139.0, {"MICRO_BATCH": 4}, True, 4, "without it micro-batches would have 2,988 tokens, fewer than 12,000"),
-    (139.0, {"MICRO_BATCH": 48}, True, 48, "without it micro-batches of 30,216 tokens would take over 50% of the mem"),
+    # An H200 has room for micro-batches of 8,500 tokens: MICRO_BATCH asks for others.
+    (139.0, {"MICRO_BATCH": 4}, True, 4, "without it micro-batches would have 2,988 tokens, fewer than 8,500"),
+    (139.0, {"MICRO_BATCH": 48}, True, 48, "without it micro-batches of 30,216 tokens would take over 70% of the mem"),
 ]
 
 
@@ -251,7 +252,7 @@ def test_activations_are_kept_where_large_micro_batches_leave_room(free, changes
     chosen, given_reason = resolve.resolve_checkpointing(settings, inputs)
     assert chosen == recomputed and given_reason.startswith(reason)
     plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=chosen), inputs)
-    assert plan.micro_batch == micro_batch and (chosen or plan.learning_peak < 0.5 * free)
+    assert plan.micro_batch == micro_batch and (chosen or plan.learning_peak < 0.7 * free)
     assert resolve.resolve_checkpointing(settings, plan_inputs(CPU))[0] == changes.get(SET, True)
 
 
