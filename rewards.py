@@ -6,7 +6,6 @@
     REWARDS=regret                          # minus the cost of the answered action, on a logarithmic scale
     REWARDS=cost                            # the same, not on a logarithmic scale
     REWARDS=action                          # the CSV's reward_action_k of the action that was answered
-    REWARDS=action,shortfall=10             # minus 10 where the answer costs a lot
     REWARDS=action,format=0.1               # plus a tenth of a point for an answer that is exactly `[k]`
     REWARDS=gsm8k                           # 1 where the number behind #### is that of the column `answer`
     REWARDS=my_rewards:score                # my_rewards.py in the current folder, function `score`
@@ -107,7 +106,6 @@ def reward_rows(columns: Mapping[str, Column], prefix: str = "reward_action") ->
 # The unit of `regret`, and the temperature of make_dataset.py's softmax over q_action_k: 0.3 kg CO2 in the TES plant.
 TEMPERATURE = 0.05
 SMALLEST_REWARD = 5e-9  # A smaller reward_action_k is rounded to 0 in a file with eight decimals.
-SHORTFALL = 2.0  # A difference in q: in the TES plant 12 kg CO2, the cost of 1.2 kWh of unserved load.
 
 
 def regret_rows(columns: Mapping[str, Column]) -> list[list[float]]:
@@ -192,13 +190,6 @@ def cost(completions: Sequence[str], *, invalid_reward: float | None = None, **c
     return _scores(completions, rows, invalid_reward, columns)
 
 
-def shortfall(completions: Sequence[str], *, invalid_reward: float | None = None, **columns: Column) -> list[float]:
-    """-1.0 where the answered action is more than SHORTFALL worse than the best by `q_action_k`, else 0.0: a
-    penalty to be added to another reward with a weight. An answer without an action earns `invalid_reward`."""
-    rows = [[0.0 - (max(row) - value > SHORTFALL) for value in row] for row in reward_rows(columns, "q_action")]
-    return _scores(completions, rows, invalid_reward, columns)
-
-
 def format(completions: Sequence[str], **columns: Column) -> list[float]:
     """1.0 if the final channel is exactly one `[k]`, else 0.0, whichever action that is.
 
@@ -245,7 +236,7 @@ def gsm8k(
 
 # ACTION_REWARDS score the answered action, and take INVALID_REWARD for completions without one.
 Reward = Callable[..., list[float]]
-ACTION_REWARDS: dict[str, Reward] = {score.__name__: score for score in (action, best, regret, cost, shortfall)}
+ACTION_REWARDS: dict[str, Reward] = {score.__name__: score for score in (action, best, regret, cost)}
 REWARD_FUNCTIONS: dict[str, Reward] = ACTION_REWARDS | {"format": format, "gsm8k": gsm8k}
 
 

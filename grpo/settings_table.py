@@ -103,7 +103,7 @@ class Settings:
         "Longest prompt that is accepted; a longer one is an error, never cut.")
 
     REWARDS: str | None = setting("Rewards", None, text=
-        "Reward functions, `name=weight,...`: regret, cost, action, best, shortfall, format, gsm8k, or "
+        "Reward functions, `name=weight,...`: regret, cost, action, best, format, gsm8k, or "
         "`module:function`; `auto`: regret if every training row has q_action_k, else action.")
     INVALID_REWARD: float | None = setting(
         "Rewards", None, "reward", low=-MOST_REWARD, high=MOST_REWARD, nan=True, text=

@@ -16,8 +16,7 @@ they have, that of the run if it fails. It takes `--set NAME=VALUE` for any sett
 the GPU, and `--tokens` for shorter completions than MAX_COMPLETION_LEN (whose memory is planned nevertheless).
 
 `many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling), and
-with the same work in all, of 96 and of 384 completions (strong scaling). The JSON is written after each run; `--resume`
-reuses the runs that have ended with this commit and these options.
+with the same work in all, of 96 and of 384 completions (strong scaling). The JSON is written after each run.
 
 `demo` runs train_grpo.py on the tiny model for ten seeds and lets the last and the best adapter control the plant
 through three sets of windows that chose neither. Exit code 1 unless the best ones are below the rule charge_when_clean
@@ -65,7 +64,6 @@ def parse_args() -> argparse.Namespace:
     many = add_command(commands, "many", "the same step on 1, 2, ... GPUs", True)
     many.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="numbers of GPUs (default 1 2)")
     many.add_argument("--prompts", type=int, default=12, help="prompts of one GPU's step (default %(default)s)")
-    many.add_argument("--resume", action="store_true", help="reuse the runs that have ended with these options")
     demo = add_command(commands, "demo", "the demo on ten seeds, on the CPU", False)
     demo.add_argument("--figure", help="PNG to write (default: none)")
     demo.add_argument("--seeds", type=int, default=10, help="number of seeds, from 1 on (default %(default)s)")

@@ -95,12 +95,6 @@ def test_regret_is_the_same_from_values_and_from_their_softmax(q):
     assert by_q == pytest.approx(by_softmax, abs=1e-6) and by_q[-1] == 0.0 and max(by_q) == 0.0
 
 
-def test_shortfall_begins_above_twelve_kilograms():
-    columns = table("q_action", *[[-1.0, -3.0, -3.01]] * 4)
-    answers = [*(f"assistantfinal[{k}]" for k in range(3)), "none"]
-    assert rewards.shortfall(answers, **columns) == pytest.approx([0.0, 0.0, -1.0, -1.1])
-
-
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=6), st.sampled_from(sorted(rewards.ACTION_REWARDS)))
 def test_no_answer_is_worse_than_any(values, name):
     """A tenth of the range, or 0.1 where all are equal, and where a tenth of it is lost in rounding."""

@@ -79,15 +79,11 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
         for file in sorted(unrewarded):
             problems.add(f"{file}, columns", missing_actions_problem(unrewarded[file]), fix)
     rewarded_rows = [row for row in rows if row.rewards]
-    rows_without_q = [row for row in rewarded_rows if not row.q]
-    if "shortfall" in names:
-        fix = "Add the value of each action, or leave shortfall out of REWARDS"
-        for file in dict.fromkeys(row.file for row in rows_without_q):
-            problems.add(f"{file}, columns", "`shortfall` needs q_action_0, q_action_1, ...", fix)
     if names & {"regret", "cost"}:
         problem = "its rewards are no softmax (0 or more, with a sum of 1), so they do not tell its regret"
         fix = "Add the value of each action as q_action_k, or set REWARDS=action"
-        for row in {row.file: row for row in reversed(rows_without_q) if not is_softmax(row.rewards)}.values():
+        unreadable = {row.file: row for row in reversed(rewarded_rows) if not row.q and not is_softmax(row.rewards)}
+        for row in unreadable.values():
             problems.add(f"{row.file}, row {row.number}", problem, fix)
     check_answers(names, rows, problems)
     is_flat = all(len(set(row.rewards)) == 1 and len(set(row.q)) < 2 for row in rewarded_rows)

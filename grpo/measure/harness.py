@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements that run the entry point: settings, watched functions, GPU memory, results of child processes."""
+"""Measurements that run the entry point: settings, watched functions, GPU memory, the file of a child process."""
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from grpo.measure.record import NOISE, Json, commit, read_json, split_settings
+from grpo.measure.record import NOISE, split_settings
 from grpo.plan.machine import GIB
 from grpo.settings import parse_value
 
@@ -55,23 +54,6 @@ def occupy(leave_gib: float) -> torch.Tensor:
     return torch.empty(max(0, size), dtype=torch.uint8, device="cuda")
 
 
-def result_path(options: argparse.Namespace, child: str) -> Path:
-    """The JSON that a child process writes, beside the run's folder."""
-    return Path(options.run).absolute().with_name(f"{options.command}-{child}.json")
-
-
-def subject_of(options: argparse.Namespace) -> list[str]:
-    """What is measured: commit, model, data and settings. Results of another subject are not used."""
-    return [commit(), options.model, options.data, str(options.set)]
-
-
-def write_result(options: argparse.Namespace, child: str, values: Json) -> None:
-    """Writes what a child has measured to its `result_path`."""
-    record = {"subject": subject_of(options), **values}
-    result_path(options, child).write_text(json.dumps(record), encoding="utf-8")
-
-
-def read_result(options: argparse.Namespace, child: str) -> Json:
-    """What a child has measured of this subject; empty if it has not measured it."""
-    record = read_json(result_path(options, child))
-    return record if record.get("subject") == subject_of(options) else {}
+def child_path(options: argparse.Namespace) -> Path:
+    """The JSON that a measured process writes for the one that measures, beside the run's folder."""
+    return Path(options.run).absolute().with_name(f"{options.command}-child.json")

@@ -15,7 +15,7 @@ import pandas
 import psutil
 import torch
 
-from grpo.measure.harness import Function, intercept, read_result, run_settings, write_result
+from grpo.measure.harness import Function, child_path, intercept, run_settings
 from grpo.measure.record import BENCH, Figure, Json, figure, read_json, steps_of, write
 from grpo.plan.machine import GIB
 from grpo.run.child import run_child
@@ -23,11 +23,6 @@ from grpo.run.ranks import Ranks
 
 GROUP, LARGE = 8, 4  # completions of a prompt; the large step's prompts, in multiples of one GPU's
 WATCH_SECONDS = 0.5  # Between two looks at the host's memory.
-
-
-def sums_path(options: argparse.Namespace) -> Path:
-    """The JSON in which rank 0 writes size and time of a sum over all GPUs."""
-    return Path(options.run).absolute().with_name("many-sums.json")
 
 
 def many_child(options: argparse.Namespace) -> int:
@@ -50,7 +45,7 @@ def many_child(options: argparse.Namespace) -> int:
     if rank == "0" and sums:
         size = max(size for size, _ in sums)
         seconds = [seconds for n, seconds in sums if n == size]
-        sums_path(options).write_text(json.dumps({"sum_mb": size / 1e6, "sum_ms": 1000 * seconds[-1]}))
+        child_path(options).write_text(json.dumps({"sum_mb": size / 1e6, "sum_ms": 1000 * seconds[-1]}))
     return code
 
 
@@ -72,29 +67,23 @@ def host_memory() -> Iterator[Json]:
 
 
 def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
-    """Measures three steps of `prompts` prompts on `gpus` GPUs; with `--resume` an earlier call's result is used. Empty
-    if the run failed."""
-    child = f"{gpus}x{prompts}"
-    if options.resume and (values := read_result(options, child)):
-        return values
+    """Measures three steps of `prompts` prompts on `gpus` GPUs. Empty if the run failed."""
     defaults = {"USE_VLLM": int(torch.cuda.is_available()), "MAX_COMPLETION_LEN": 512, "PROMPTS_PER_STEP": prompts}
     settings = run_settings(options, defaults | dict(options.set))
     child_options = ["--model", options.model, "--data", options.data, "--run", options.run, "--out", "-"]
     # Without "--" torchrun takes the program's --run for its own --run-path.
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--", str(BENCH), "many"]
-    sums_path(options).unlink(missing_ok=True)
+    child_path(options).unlink(missing_ok=True)
     started = time.time()
     with host_memory() as memory:
-        code = run_child([*command, *child_options, "--child", child], settings)
+        code = run_child([*command, *child_options, "--child", "run"], settings)
     if code:
         return {}
     steps = steps_of(Path(options.run))
     values = {name: steps[name][1:].mean() for name in ("step_s", "rollout_s", "learn_s", "tokens_mean")}
     first_end = pandas.to_datetime(steps.time[0], utc=True).timestamp()
     values["startup_s"] = first_end - steps.step_s[0] - started
-    values |= memory | read_json(sums_path(options))
-    write_result(options, child, values)
-    return values
+    return values | memory | read_json(child_path(options))
 
 
 def many_figures(results: Mapping[tuple[int, int], Json], prompts: int, group: int) -> list[Figure]:

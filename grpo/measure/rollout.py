@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -19,7 +20,7 @@ from torch import Tensor
 from grpo.learn.trainer import Trainer
 from grpo.measure import harness
 from grpo.measure.harness import Function, free_gib, intercept, occupy
-from grpo.measure.record import BENCH, Figure, Json, steps_of, tabled, write
+from grpo.measure.record import BENCH, Figure, Json, read_json, steps_of, tabled, write
 from grpo.model.load import VOCAB_WEIGHTS, quantized_experts, vocab_weights
 from grpo.plan.machine import GIB, read_machine
 from grpo.rollout import engine as rollout_engine
@@ -181,7 +182,7 @@ def rollout_child(options: argparse.Namespace) -> int:
         if code := options.main([]):
             return code
         values = watch.values(Path(options.run))
-    harness.write_result(options, options.child, values)
+    harness.child_path(options).write_text(json.dumps(values), encoding="utf-8")
     return int(any(values.get(name) for name in UNTOUCHED))
 
 
@@ -189,10 +190,10 @@ def bench_rollout(options: argparse.Namespace) -> int:
     """Measures a run in a child process, beside which this one may occupy the GPU; returns the child's exit code."""
     if options.child:
         return rollout_child(options)
-    harness.result_path(options, CHILD).unlink(missing_ok=True)
+    harness.child_path(options).unlink(missing_ok=True)
     ballast = occupy(options.free_gib) if options.free_gib else None
     code = run_child([sys.executable, str(BENCH), *sys.argv[1:], "--child", CHILD])
     del ballast
-    if values := harness.read_result(options, CHILD):
+    if values := read_json(harness.child_path(options)):
         write(Path(options.out), run_figures(options, values))
     return code

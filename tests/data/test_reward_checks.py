@@ -117,7 +117,7 @@ SOFTMAX = dataclasses.replace(ROW, rewards=(0.25, 0.75), columns={"reward_action
 VALUES = dataclasses.replace(SOFTMAX, q=(-1.0, -3.5))
 
 
-def test_what_regret_and_shortfall_need():
+def test_what_regret_needs():
     for rewards in ((-0.5, 1.5), (0.25, 0.752)):
         row = dataclasses.replace(SOFTMAX, number=7, rewards=rewards)
         problem = only(problems_of(SOFTMAX, row, dataclasses.replace(row, number=8), REWARDS="regret"))
@@ -125,14 +125,12 @@ def test_what_regret_and_shortfall_need():
         assert problems_of(row, REWARDS="cost")
         assert not problems_of(dataclasses.replace(row, q=(0.0, 1.0)), REWARDS="regret"), "its values tell"
     assert not problems_of(dataclasses.replace(SOFTMAX, rewards=(0.25, 0.7509)), REWARDS="regret"), "rounded"
-    problem = only(problems_of(VALUES, SOFTMAX, REWARDS="action,shortfall=10"))
-    assert problem.startswith("d.csv, columns: `shortfall` needs q_action_0")
 
 
 def test_garbage_never_pays():
     """Whatever the rewards are, as long as INVALID_REWARD is left alone; a number that pays is boxed, not refused."""
     negative = dataclasses.replace(VALUES, columns={"reward_action_0": -3.0, "reward_action_1": -1.0})
-    for text in ("action", "best", "regret", "cost", "action,shortfall=10", "action,format=-0.01"):
+    for text in ("action", "best", "regret", "cost", "action,format=-0.01"):
         assert checked(negative, REWARDS=text) == ([], None), text
     assert checked(negative, INVALID_REWARD=-3.1) == ([], None)
     warning = warning_of(negative, INVALID_REWARD=-3.0)

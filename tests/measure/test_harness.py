@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a measurement, which are pretended, and the record that every measurement writes."""
 
+import json
 import subprocess
 import sys
 
@@ -23,7 +24,7 @@ def test_a_run_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch, code):
         assert (child.child, child.set, child.model) == ("run", [("TOTAL_STEPS", "2")], "m")
         if code == 0:
             values = {"step_s": 2.0, "free": 22.0, "size": "12 x 8", "averaged": "mean"}
-            harness.write_result(child, child.child, values)
+            harness.child_path(child).write_text(json.dumps(values))
         return code
 
     left: list[float] = []

@@ -21,7 +21,7 @@ VALUES |= {"host_gib": 20.0}
 def test_two_processes_are_measured(tmp_path, monkeypatch):
     for name, value in (CLEAN | {"BENCH_COMMIT": "c1"}).items():
         monkeypatch.setenv(name, value)
-    command = f"many --model tiny --data {ROOT}/data/tes_train_compact.csv --run {tmp_path}/run --out o.json --resume"
+    command = f"many --model tiny --data {ROOT}/data/tes_train_compact.csv --run {tmp_path}/run --out o.json"
     monkeypatch.setattr(sys, "argv", ["bench.py", *command.split(), "--set", "MAX_COMPLETION_LEN=8"])
     options = bench.parse_args()
     values = many.run_many(options, 2, 3)
@@ -31,9 +31,7 @@ def test_two_processes_are_measured(tmp_path, monkeypatch):
     assert 0.01 < values["sum_mb"] < 1, "in float32: the adapter's gradients, and two numbers a token"
     assert 0 < values["rollout_s"] + values["learn_s"] < values["step_s"] * 1.01
     monkeypatch.setattr(many, "run_child", lambda *arguments: 1)
-    assert VALUES.keys() < many.run_many(options, 2, 3).keys(), "it is not run again"
-    options.set = [("MAX_COMPLETION_LEN", "9")]
-    assert not many.run_many(options, 2, 3), "another step is"
+    assert not many.run_many(options, 2, 3), "it failed"
 
 
 def test_host_memory_is_the_most_beyond_the_start(monkeypatch):

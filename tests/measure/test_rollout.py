@@ -48,7 +48,7 @@ def child(tmp_path, monkeypatch, quiet):
         options.main = main
         with mock.patch.dict(os.environ):
             code = rollout.bench_rollout(options)
-        return code, harness.read_result(options, "run")
+        return code, record.read_json(harness.child_path(options))
 
     run.folder = tmp_path / "run"
     return run
