@@ -19,8 +19,8 @@ def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
         value, source = getattr(resolved.settings, name), resolved.sources[name]
         # MODEL_ID=tiny has its own defaults, and each automatic choice has a line with its reason below.
         if every_setting or (source not in ("default", "tiny", "chosen") and value != spec.default):
-            lines.append(f"  {name:<22} {show(value):<28} {spec.metadata['unit']:<12} {source}")
-    lines += ["", "This run", *(f"  {title:<13} {text}" for title, text in run_lines(resolved))]
+            lines.append(f"  {name:<25} {show(value):<28} {spec.metadata['unit']:<12} {source}")
+    lines += ["", "This run", *(f"  {title:<16} {text}" for title, text in run_lines(resolved))]
     warnings = [*resolved.warnings, *data_warnings(resolved), *resolved.run.notes]
     return "\n".join([*lines, *map(banner_text, warnings)])
 

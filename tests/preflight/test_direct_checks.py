@@ -77,7 +77,7 @@ def test_what_a_run_resolves_to(direct_run):
         assert not resolved.use_vllm and resolved.plan.engine is None and resolved.expected_reward
         assert resolved.exact and "DIRECT_ANSWERS" in resolved.reasons["exact"] and resolved.closed_loop.runs
         text = banner(resolved)
-        assert "64 prompts, each once" in text and "rollouts      none: DIRECT_ANSWERS" in text
+        assert "64 prompts, each once" in text and "rollouts         none: DIRECT_ANSWERS" in text
         assert "GENERATION_BATCH" not in text and "generations" not in text
         rendered = {row.prompt for row in [*resolved.rows, *resolved.eval_rows]}
         assert all(prompt.endswith(START + ANSWER_BEFORE) for prompt in rendered)

@@ -192,7 +192,7 @@ def test_a_model_of_the_hub_is_downloaded(tiny, tmp_path):
         assert "one problem" in refused.stderr and "Traceback" not in refused.stderr
         assert "accept the licence on its page" in refused.stderr and not (tmp_path / "run").exists()
         done = run_script(**settings | {"HF_TOKEN": TOKEN})
-    for words in ("complete: 1 steps", "EXPERTS                mxfp4"):
+    for words in ("complete: 1 steps", "EXPERTS                   mxfp4"):
         assert words in done.stdout
 
 

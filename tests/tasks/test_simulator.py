@@ -87,7 +87,7 @@ def counters(tmp_path_factory):
 def test_a_run_of_a_new_task_is_simulated_measured_and_reported(counters):
     project, output = counters
     run = project / "run"
-    assert "closed loop   on: 2 counters" in output
+    assert "closed loop      on: 2 counters" in output
     assert "counters sample" in output and "by counter: the closed loop runs" in output
     assert "closed loop, base model: counter distance" in output
     record, best = (json.loads((run / name).read_text()) for name in ("closed_loop.json", "best/best.json"))
