@@ -82,8 +82,8 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
     if names & {"regret", "cost"}:
         problem = "its rewards are no softmax (0 or more, with a sum of 1), so they do not tell its regret"
         fix = "Add the value of each action as q_action_k, or set REWARDS=action"
-        unreadable = {row.file: row for row in reversed(rewarded_rows) if not row.q and not is_softmax(row.rewards)}
-        for row in unreadable.values():
+        no_softmax = {row.file: row for row in reversed(rewarded_rows) if not row.q and not is_softmax(row.rewards)}
+        for row in no_softmax.values():
             problems.add(f"{row.file}, row {row.number}", problem, fix)
     check_answers(names, rows, problems)
     is_flat = all(len(set(row.rewards)) == 1 and len(set(row.q)) < 2 for row in rewarded_rows)
