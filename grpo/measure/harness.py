@@ -19,6 +19,7 @@ Function = Callable[..., Any]  # a function of the project that a measurement wa
 # The settings of all runs. Without INVALID_REWARD the checks would refuse NOISE, which pays for garbage.
 COMMON = f"""USE_VLLM=1 PROMPTS_PER_STEP=12 NUM_GENERATIONS=8 TOTAL_STEPS=3 SAVE_STEPS=9 EVAL_SAMPLES=0 OVERWRITE=1
     REWARDS=action,{NOISE} INVALID_REWARD=0"""
+CHILD = "run"  # --child of a process that is measured
 # With DIRECT_ANSWERS these replace COMMON's: nothing is generated, and the reward of every action is looked up.
 DIRECT = split_settings("USE_VLLM=auto REWARDS=action")
 

@@ -15,7 +15,7 @@ import pandas
 import psutil
 import torch
 
-from grpo.measure.harness import Function, child_path, intercept, run_settings
+from grpo.measure.harness import CHILD, Function, child_path, intercept, run_settings
 from grpo.measure.record import BENCH, Figure, Json, figure, read_json, steps_of, write
 from grpo.plan.machine import GIB
 from grpo.run.child import run_child
@@ -76,7 +76,7 @@ def run_many(options: argparse.Namespace, gpus: int, prompts: int) -> Json:
     child_path(options).unlink(missing_ok=True)
     started = time.time()
     with host_memory() as memory:
-        code = run_child([*command, *child_options, "--child", "run"], settings)
+        code = run_child([*command, *child_options, "--child", CHILD], settings)
     if code:
         return {}
     steps = steps_of(Path(options.run))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grpo.learn.trainer import Trainer
 from grpo.measure import harness
-from grpo.measure.harness import Function, free_gib, intercept, occupy
+from grpo.measure.harness import CHILD, Function, free_gib, intercept, occupy
 from grpo.measure.record import BENCH, Figure, Json, read_json, steps_of, tabled, write
 from grpo.model.load import VOCAB_WEIGHTS, quantized_experts, vocab_weights
 from grpo.plan.machine import GIB, read_machine
@@ -51,7 +51,6 @@ base_changed | tensors | of the trainer's frozen weights, whose sum of bits diff
 lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose sum of bits differs after training
 """
 COLUMNS = ("step_s", "rollout_s", "learn_s", "wake_s", "handover_s", "sleep_s", "reward_s")  # columns of metrics.csv
-CHILD = "run"  # --child of the process that is measured
 UNTOUCHED = ("base_changed", "lent_changed")  # figures that must be 0
 
 
