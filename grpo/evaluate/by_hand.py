@@ -79,8 +79,7 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     """Score models on the rows of --data, and write the figures as evaluation.json has them. `options` are those of
     scripts/evaluate.py. Returns (the table, the file's path).
 
-    Raises InputError before anything takes time, EngineError where vLLM fails.
-    """
+    Raises InputError before anything takes time, EngineError where vLLM fails."""
     s, problems = read_settings(options)
     rows = read_rows("--data", ",".join(options.data), problems, s.SYSTEM_PROMPT)
     path = output_path(options, label(rows[0].file).replace("/", "-") if rows else "rows", problems)

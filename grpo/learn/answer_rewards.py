@@ -17,8 +17,7 @@ class RewardLookup:
     """Looks up what each action of a row earns by those reward functions that depend on row and action alone.
 
     The functions are called with made-up completions that answer `[k]` and nothing else, as the checks before a run
-    call them, so that columns, weights and INVALID_REWARD count as in training.
-    """
+    call them, so that columns, weights and INVALID_REWARD count as in training."""
 
     def __init__(
         self,
@@ -55,8 +54,7 @@ class RewardLookup:
         or no single token decides the action.
 
         A token counts only if replacing it by the token of another action makes the completion answer that action. So a
-        number in the reasoning does not count, nor one of two equal `[k]`.
-        """
+        number in the reasoning does not count, nor one of two equal `[k]`."""
         positions, replaced, tried = [-1] * len(completions), [], []
         for i, (completion, tokens) in enumerate(zip(completions, ids, strict=True)):
             actions, action = len(completion.row.rewards), completion.action

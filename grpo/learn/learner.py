@@ -44,8 +44,7 @@ class Learner(GRPOTrainer):
     The loss is Liger's. Loss and gradient are those of the whole batch, however it is cut into micro-batches. Nothing
     is computed in vain: each prompt is computed once for all its completions, there is no padding, and old log-probs
     need no pass of their own: with one optimizer step a rollout they equal the current ones, with several they are
-    those with which vLLM sampled.
-    """
+    those with which vLLM sampled."""
 
     run: RunContext
     # TRL allows other models and arguments; a run always has an adapter and GRPO's arguments.

@@ -61,8 +61,7 @@ class Trainer(Learner):
     """GRPO with this project's prompts, completions and rewards. Tests compare the signatures of the methods of TRL
     that it overrides.
 
-    `measure` computes columns of metrics.csv every EVAL_STEPS steps; None measures nothing during training.
-    """
+    `measure` computes columns of metrics.csv every EVAL_STEPS steps; None measures nothing during training."""
 
     def __init__(
         self,
@@ -130,8 +129,7 @@ class Trainer(Learner):
 
         The oldest is that of the lowest step. transformers goes by modification times, and would delete a new
         checkpoint where older ones are dated later. Any further file must be written before the manifest, which lists
-        all files.
-        """
+        all files."""
         if self.run_log is None:
             return
         checkpoint = self.run.folder / f"checkpoint-{self.state.global_step}"
@@ -180,8 +178,7 @@ class Trainer(Learner):
 
         Every rank generates for its own rows, whole groups, with a seed of its own that depends on `seed_step`; all
         ranks get all completions. `temperature`: None is a rollout at TEMPERATURE, a number an evaluation (0: greedy).
-        `base`: vLLM leaves the adapter out; for transformers the caller disables it.
-        """
+        `base`: vLLM leaves the adapter out; for transformers the caller disables it."""
         run, ranks = self.run, self.run.ranks
         stream = "train" if temperature is None else "evaluation"
         seed = sampling_seed(run.settings.SEED, seed_step, stream) + ranks.rank
@@ -258,8 +255,7 @@ class Trainer(Learner):
         `prompt_ids`.
 
         They are generated like rollouts, at `temperature` (0 is greedy), with the seed of `step`, and with `base`
-        without the adapter. Rank 0 calls this inside `run_on_rank0`, and makes the other ranks call it too.
-        """
+        without the adapter. Rank 0 calls this inside `run_on_rank0`, and makes the other ranks call it too."""
         if not self.run.ranks.rank:
             request = dict(prompt_ids=prompt_ids, samples=samples, base=base, step=step, temperature=temperature)
             self.run.ranks.broadcast(request)

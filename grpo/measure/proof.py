@@ -155,8 +155,7 @@ def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:
     """(what the trained model saves in the closed loop, whether the interval of `priced_kg` is above 0).
 
     A policy could save CO2 by leaving load unserved or the storage empty, so what counts is `priced_kg`
-    (docs/evaluation.md), per window, base minus trained, in pairs over windows.
-    """
+    (docs/evaluation.md), per window, base minus trained, in pairs over windows."""
     figures: list[Figure] = []
     for key, note in (("co2_kg", "emissions alone"), ("priced_kg", "and unserved load and storage at their price")):
         policies = [window["policies"] for window in plant["windows"]]

@@ -39,8 +39,7 @@ class Kernel(NamedTuple):
     forward(q, k, v, **shape) -> (out, lse) and backward(dout, q, k, v, out, lse, **shape) -> (dq, dk, dv). q and out
     are (Tq, Hq, D), k and v (Tk, Hkv, D), lse (Hq, Tq) float32 by the natural logarithm. The shape has the packages'
     names: cu_seqlens_q and cu_seqlens_k (S + 1,) int32, max_seqlen_q, max_seqlen_k, softmax_scale, and how many keys
-    before and after its own position a query sees, window_size_left (-1 means no limit) and window_size_right.
-    """
+    before and after its own position a query sees, window_size_left (-1 means no limit) and window_size_right."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
@@ -116,8 +115,7 @@ KERNELS = {kernel.__name__: kernel for kernel in (torch_flash, flash_attention_2
 def install_attention(attention: str) -> str:
     """Register this project's attention with transformers; return the name under which a model finds it.
 
-    https://huggingface.co/docs/transformers/attention_interface
-    """
+    https://huggingface.co/docs/transformers/attention_interface"""
     if attention not in KERNELS:
         return attention
     KERNELS[attention]()  # A package that is missing or broken raises here, before weights are loaded.
@@ -143,8 +141,7 @@ class SinkAttention(torch.autograd.Function):
 
     A sink is one more score in the softmax's denominator, with a value of 0. With lse' = logaddexp(lse, sink) and
     out' = out * exp(lse - lse'), the kernel's own backward on (out', lse') computes P' = exp(S - lse') and
-    dS = P' * (dP - rowsum(dout * out')), which is the gradient of the wider softmax.
-    """
+    dS = P' * (dP - rowsum(dout * out')), which is the gradient of the wider softmax."""
 
     @staticmethod
     def forward(ctx, q, k, v, sink, batch, kernel, scale, window):

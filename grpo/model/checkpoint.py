@@ -30,8 +30,7 @@ def new_directory(out: Path) -> Iterator[Path]:
     """Yield an empty sibling of `out` that becomes `out` by a rename if the body succeeds and is removed if not.
 
     Files of a killed process in the sibling are deleted first. Raises InputError if `out` is not empty, or if another
-    process holds the lock on the sibling; the system releases it when that process ends.
-    """
+    process holds the lock on the sibling; the system releases it when that process ends."""
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not empty: remove it, or choose another folder")
@@ -57,8 +56,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
     The tensors are those of transformers' own model in BF16. With a quantization_config the expert matrices are in
     MXFP4, and then transposed relative to the modules: rows are outputs, the quantized last dimension is the input,
-    and the rows of gate_up_proj alternate between gate and up.
-    """
+    and the rows of gate_up_proj alternate between gate and up."""
     own = GptOssConfig.from_dict(copy.deepcopy(dict(config)))  # It writes rope_theta into rope_scaling.
     quantized = getattr(own, "quantization_config", None) is not None
     with torch.device("meta"):

@@ -149,8 +149,7 @@ def dequantize_swizzled(
 
     In `values` 16 rows take 4 lines, and 64 of their columns take 32 words of each line. Half t % 2 of line t // 2
     belongs to the rows t and t + 8: its word [u, v] of (4, 4) holds the two weights of byte 8 v + u and of byte 8 v + u
-    + 4, for both rows. In `scales` 16 rows take half of a line, and a short holds the scales of rows t and t + 8.
-    """
+    + 4, for both rows. In `scales` 16 rows take half of a line, and a short holds the scales of rows t and t + 8."""
     row_block = tl.program_id(1)
     expert = tl.program_id(2).to(tl.int64)
     values += (expert * value_lines + row_block * 4) * value_words

@@ -59,8 +59,7 @@ def experts_forward(module: Experts, hidden_states: Tensor, top_k_index: Tensor,
     """transformers' experts interface: `hidden_states` (N, H), `top_k_index` and `top_k_weights` (N, k) -> (N, H).
 
     The weights get no gradient. `module.adapters`, if it is set, holds factors A (E, in, r) and B (E, r, out) by the
-    name of a parameter, to which their product is added.
-    """
+    name of a parameter, to which their product is added."""
     hidden, adapters = hidden_states.to(module.gate_up_proj_bias.dtype), getattr(module, "adapters", {})
     few = len(hidden) <= FEW_TOKENS and not torch.is_grad_enabled()
     fused = few and hidden.is_cuda and not adapters and hasattr(module, "gate_up_proj_blocks")
@@ -148,8 +147,7 @@ class FrozenProduct(torch.autograd.Function):
 
     With gradient checkpointing, autograd keeps the dequantized weights of a single layer. Without it, the backward pass
     dequantizes them again, because those of all layers would take 36 GiB in gpt-oss-20b; likewise if a single layer's
-    do not fit (`module.parts`).
-    """
+    do not fit (`module.parts`)."""
 
     @staticmethod
     def forward(ctx, module, name, rows, offs):
@@ -261,8 +259,7 @@ def dequantize_swizzled(values: Tensor, scales: Tensor, rows: int, columns: int)
 
     vLLM's tensors are uint8 `values` (E, columns * 2, rows / 4) and `scales` (E, columns, rows / 32), views of their
     transposes, padded to whole tiles, in triton_kernels' layouts HOPPER_VALUE and, for 8 warps, HOPPER_SCALE. Raises
-    RuntimeError for tensors that are too small.
-    """
+    RuntimeError for tensors that are too small."""
     # A word holds 8 weights, a short 2 scales.
     words, shorts = values.mT.view(torch.int32), scales.mT.view(torch.int16)
     out = torch.empty(len(words), rows, columns, dtype=torch.bfloat16, device=words.device)

@@ -35,8 +35,7 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     even, and saturate at 6 times the scale. Values that MXFP4 can represent come back exactly, signed zeros included.
 
     A float tensor (..., K) becomes the blocks, uint8 (..., K/32, 16), two codes to a byte, the element with the even
-    index in the low four bits, and the scales, uint8 (..., K/32), exponents with a bias of 127 (e8m0).
-    """
+    index in the low four bits, and the scales, uint8 (..., K/32), exponents with a bias of 127 (e8m0)."""
     # float64 because 2**-128, a code of 0.5 under the smallest scale, is subnormal in float32 and may be flushed.
     values = weight.detach().to(torch.float64).unflatten(-1, (-1, BLOCK))
     largest = values.abs().amax(dim=-1)
@@ -76,8 +75,7 @@ def config_dict(sizes: Sizes, token_ids: Mapping[str, int] | None = None) -> dic
     """`config.json` of a gpt-oss of these `sizes`: data/tiny's, which has the keys and the spelling of
     openai/gpt-oss-20b. Even layers attend within the sliding window, odd ones to everything.
 
-    `token_ids` are those of `SPECIAL_TOKENS`; without them all are 0, which is enough to count parameters.
-    """
+    `token_ids` are those of `SPECIAL_TOKENS`; without them all are 0, which is enough to count parameters."""
     token_ids = token_ids or dict.fromkeys(SPECIAL_TOKENS, 0)
     layers = range(sizes["num_hidden_layers"])
     return {

@@ -19,8 +19,7 @@ class PackedBatch:
     R rows of T tokens are padded at their ends. A row holds groups one after the other. A group is a prompt and,
     behind it, its completions, each of which attends to the prompt and, causally, to itself, as if it stood alone.
     Kernels take a single row (R = 1) with keys gathered for each of S segments (a prompt or a completion); eager
-    attention takes a mask.
-    """
+    attention takes a mask."""
 
     ids: Tensor  # (R, T) int64
     positions: Tensor  # (R, T) int64, counted from the start of each group's prompt

@@ -32,8 +32,7 @@ def random_tensor(name: str, like: torch.Tensor, generator: torch.Generator) -> 
     """A random tensor of a checkpoint with the shape of `like`; norms are ones.
 
     An expert's blocks are uniformly random codes. Its scales are two neighbouring powers of two, the larger one as
-    often as the standard deviation of `MATRIX_GAIN` needs.
-    """
+    often as the standard deviation of `MATRIX_GAIN` needs."""
     *_, module, last = name.split(".")
     device = generator.device
     if last.endswith("_blocks"):

@@ -49,8 +49,7 @@ def decode(
     arguments and calls this function as `custom_generate`. It draws tokens and ends rows as transformers' own loop
     does.
 
-    https://huggingface.co/docs/transformers/generation_strategies#custom-generation-methods
-    """
+    https://huggingface.co/docs/transformers/generation_strategies#custom-generation-methods"""
     assert generation_config.max_length is not None
     step = DecodingStep(model, inputs["attention_mask"], generation_config.max_length - 1)
     logits = step.prefill(input_ids, inputs["attention_mask"])
@@ -93,8 +92,7 @@ class DecodingStep:
 
     It is the model's key-value cache as well. Each layer has a ring buffer: column c of the padded rows lies in slot c
     modulo the layer's size, which is the number of columns or the sliding window. Rows that have ended are still
-    computed: a step with few rows takes hardly less time, because it mostly reads the experts' weights.
-    """
+    computed: a step with few rows takes hardly less time, because it mostly reads the experts' weights."""
 
     graphs = True  # A capture that fails sets this to False for the whole process.
 

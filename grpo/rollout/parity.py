@@ -49,8 +49,7 @@ def check_mismatch(trainer: Any) -> None:
     The update of a single step is too small to change log-probs visibly. Instead, the check measures which share of
     such an update arrives in the engine's weights.
 
-    Raises ParityError. Logs mean and maximum of |difference| in nats.
-    """
+    Raises ParityError. Logs mean and maximum of |difference| in nats."""
     s: Settings = trainer.run.settings
     if s.PARITY == "off":
         log.warning(banner_text("PARITY=off: nothing checks that vLLM generates with the adapter that is trained"))

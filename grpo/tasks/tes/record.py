@@ -88,8 +88,7 @@ def add_policy(
 
     `trace` holds the windows once for each pass, pass by pass, and the record keeps the hours of the first pass. `mean`
     and the totals are means over the passes, or `sums` (W,) if these are passed. `unparsed` is the number of answers
-    without an action by row of `trace`, and `answers` the number of all answers.
-    """
+    without an action by row of `trace`, and `answers` the number of all answers."""
     count = len(windows)
     sums = sums or loop.outcome(trace, list(windows) * (len(trace.actions) // count))
     for i, entry in enumerate(record["windows"]):
