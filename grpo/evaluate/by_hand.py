@@ -50,8 +50,7 @@ def choose_engine(s: Settings, machine: Machine) -> tuple[bool, str]:
 
 
 def simulate(options: argparse.Namespace) -> tuple[str, Path]:
-    """Let models act in the simulator of their task, and write its record. Takes and returns what `evaluate_rows` does,
-    and raises the same."""
+    """Let models act in their task's simulator and write its record. Takes and returns what `evaluate_rows` does."""
     s, problems = read_settings(options)
     path = output_path(options, "closed_loop", problems)
     machine = read_machine()

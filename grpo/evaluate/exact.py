@@ -72,8 +72,7 @@ def answer_logps(
 
 
 def token_logps(model: PreTrainedModel, states: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities (B, T, V) of the next tokens from hidden states (B, T, D); 0 for the likeliest at temperature 0
-    (and -inf for the others)."""
+    """Log-probabilities (B, T, V) after hidden states (B, T, D); at temperature 0 that of the likeliest token is 0."""
     logits = model.lm_head(states).double()
     if temperature == 0:
         likeliest = logits.argmax(-1, keepdim=True)

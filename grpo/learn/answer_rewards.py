@@ -79,8 +79,7 @@ class RewardLookup:
         scores: Sequence[Sequence[float]],
         state: TrainerState,
     ) -> list[AnswerRewards]:
-        """The AnswerRewards of each completion, from its tokens in `ids` and the `scores` that the functions gave it
-        (NaN: the function left it out)."""
+        """The AnswerRewards of each completion, by its tokens in `ids` and its `scores` by function (NaN: left out)."""
         answers = []
         positions = self.answer_positions(completions, ids)
         for completion, position, values in zip(completions, positions, scores, strict=True):
@@ -110,16 +109,14 @@ class RewardLookup:
     def expected_answer(
         self, table: Sequence[float], position: int, other_reward: float = 0.0, surplus: float = 0.0
     ) -> AnswerRewards:
-        """The AnswerRewards of a completion that names its action at `position`, from what `rewards_of_actions` gives
-        its row."""
+        """The AnswerRewards of a completion that names its action at `position`, by its row's `rewards_of_actions`."""
         unreadable, *actions = table
         gains, tokens = [reward - unreadable for reward in actions], action_tokens(self.tokenizer, len(actions))
         return AnswerRewards(unreadable + other_reward, position, tokens, gains, other_reward, surplus)
 
 
 def expected_text(completions: Sequence[Completion], answers: Sequence[AnswerRewards]) -> str:
-    """A line of training.log on how many of a step's completions learn from their expected reward, and why the others
-    do not."""
+    """A line of training.log: how many of a step's completions learn from their expected reward, and why not all do."""
     sampled = [completion for completion, answer in zip(completions, answers, strict=True) if answer.position < 0]
     count = len(completions)
     text = f"expected reward at the answer: {count - len(sampled)} of {count} completions of this step"

@@ -29,8 +29,7 @@ EPSILON = 1e-4  # TRL adds it to the deviation that it divides by.
 class AnswerRewards:
     """Where one completion names its action, and what each action would earn there, as numbers that JSON can carry.
 
-    A completion that is learned from as it was sampled has no position and no actions, and `base_reward` is what it
-    earned."""
+    A completion that is learned from as it was sampled has no position and no actions; `base_reward` is its reward."""
 
     # That of an unreadable answer, plus `other_reward`; NaN if every function left the completion out.
     base_reward: float

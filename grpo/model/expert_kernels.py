@@ -122,8 +122,7 @@ def e2m1_to_float32(bits, power):
 
 @triton.jit
 def two_weights(low, high, power):
-    """Two weights as the BF16 halves of one int32, `low` first, from the bits that `first_code` and `second_code`
-    return."""
+    """Two weights as the BF16 halves of one int32, `low` first, from the bits of `first_code` and `second_code`."""
     # Every value fits into a BF16 exactly, subnormal ones included, so cutting off a float32 does not round.
     low = e2m1_to_float32(low, power).to(tl.uint32, bitcast=True)
     high = e2m1_to_float32(high, power).to(tl.uint32, bitcast=True)

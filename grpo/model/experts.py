@@ -20,8 +20,7 @@ FEW_TOKENS = 256  # Up to this number of tokens, reading the weights takes longe
 
 class QuantizedExperts(torch.nn.Module):
     """A stand-in for a layer's GptOssExperts that keeps the MXFP4 tensors of the checkpoint, under their names there.
-    If not `packed`, it has no weights and cannot compute until grpo/rollout/shared_weights.py lends it those of
-    vLLM."""
+    If not `packed`, it has no weights and cannot compute until grpo/rollout/shared_weights.py lends it vLLM's."""
 
     is_transposed = True  # PEFT reads this attribute: the weights are (E, in, out), as in GptOssExperts
     dequantize_again = False  # whether the backward pass dequantizes again (FrozenProduct)
@@ -31,8 +30,7 @@ class QuantizedExperts(torch.nn.Module):
 
     def __init__(self, config: GptOssConfig, packed: bool = True) -> None:
         super().__init__()
-        # Matrix -> arguments of `dequantize_swizzled`. They are no buffers, which would be moved and saved with the
-        # model.
+        # Matrix -> arguments of `dequantize_swizzled`, not as buffers, which are moved and saved with the model.
         self.shared: dict[str, tuple[Tensor, Tensor, int, int]] = {}
         count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
         for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
@@ -119,8 +117,7 @@ def routed_experts(
     module: Experts, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters, fused: bool
 ) -> Tensor:
     """Apply each token's experts, on a GPU with `packed_product` if `fused`. Else the result has the same bits as with
-    transformers' grouped_mm experts: the products and the roundings to BF16 between them are the same, but two kernels
-    take the place of twenty."""
+    transformers' grouped_mm experts: products and roundings to BF16 are the same, but two kernels replace twenty."""
     expert, order = index.flatten().sort()  # (S,), S = N * k: token-expert pairs, by expert
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     count, top_k = module.gate_up_proj_bias.shape[0], index.shape[1]

@@ -21,8 +21,7 @@ TINY: Sizes = {name: size for name, size in read_json(TINY_PATH / "config.json")
 # MXFP4 holds four-bit floats (e2m1) in blocks of 32 that share a power-of-two scale. These are the magnitudes in the
 # order of their codes; bit 3 of a code is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Halfway points between these magnitudes. A tie goes to the even code: those at 0.25, 1.25, 2.5 and 5.0 round down, the
-# others up.
+# Halfway points between these. A tie goes to the even code: those at 0.25, 1.25, 2.5 and 5.0 round down, others up.
 E2M1_EDGES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 E8M0_BIAS = 127
 E2M1_MAX_EXPONENT = 2  # 6.0 = 1.5 * 2**2

@@ -108,8 +108,7 @@ def load_generation_config(model_path: str) -> GenerationConfig:
 
 
 def dequantize_experts(model: PreTrainedModel) -> None:
-    """Dequantize the experts of `load_quantized` to BF16, layer by layer, into GptOssExperts as transformers
-    has them.
+    """Dequantize the experts of `load_quantized` to BF16, layer by layer, into transformers' own GptOssExperts.
 
     The values equal those of `Mxfp4Config(dequantize=True)`, which however fragments torch's allocator: some 8 GiB of
     an H100 would be unavailable to vLLM as long as the trainer exists. On a GPU the weights are transposed views."""

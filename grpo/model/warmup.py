@@ -186,8 +186,7 @@ def answer_log_probs(
 
 
 def figures(model: GptOssForCausalLM, rows: WarmupTensors, limit: int | None = None) -> dict[str, float]:
-    """The expected figures of sampling at temperature 1 on up to `limit` rows, computed from the probabilities of the
-    four answers.
+    """The expected figures of sampling at temperature 1 on up to `limit` rows, from the four answers' probabilities.
 
     `parse_rate` is the probability of an answer `[k]` in the final channel; `reward` the mean reward, where an
     unparseable answer counts 0; `greedy` that of the likeliest action; `random`, `best_constant` and `oracle`

@@ -59,8 +59,7 @@ def gpu_used_gib() -> float:
 
 def vllm_modules(experts: bool) -> list[str]:
     """The modules to which vLLM applies an adapter; with `experts` also the experts of every layer. vLLM silently
-    ignores an adapter's other modules. Without a list it would allocate buffers and compile kernels for the router as
-    well."""
+    ignores an adapter's other modules. Without a list it would allocate buffers and compile kernels for the router."""
     return ["qkv_proj", "o_proj", "experts"] if experts else ["qkv_proj", "o_proj"]
 
 

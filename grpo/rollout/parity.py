@@ -38,8 +38,7 @@ SHARE_LIMIT = 0.01
 
 
 def check_mismatch(trainer: Any) -> None:
-    """Stops before the first step unless vLLM and the trainer (a `Trainer` with an engine) give the same log-probs for
-    the same adapter.
+    """Stops before the first step unless vLLM and the trainer (a `Trainer` with an engine) give the same log-probs.
 
     The adapter of a fresh run is zero and would prove nothing, so a strong random one takes its place for the test.
     Fixed tokens test the engine's prefill, sampled ones its decoding. Both are repeated after a sleep and with
@@ -135,8 +134,7 @@ class MismatchCheck:
         return means | {"max": difference.max().item()}
 
     def difference_without_adapter(self) -> str:
-        """A sentence on how far engine and trainer differ without an adapter: it tells whether the adapter is the
-        cause."""
+        """A sentence on how far both differ without an adapter: it tells whether the adapter is the cause."""
         self.engine.wake()
         self.engine.sync_weights(self.policy, active=False)
         scored = self.engine.score(self.fixed)
@@ -161,8 +159,7 @@ class MismatchCheck:
 
 @torch.no_grad()
 def fill_with_small_update(matrices: Sequence[torch.Tensor], size: float, seed: int) -> None:
-    """Fills matrices B with plus or minus `size` at random. AdamW's first step leaves such matrices, with the learning
-    rate as the size."""
+    """Fills matrices B with plus or minus `size` at random, as AdamW's first step does with the learning rate."""
     generator = torch.Generator().manual_seed(seed)
     for b in matrices:
         b.copy_(torch.randint(2, b.shape, generator=generator) * (2 * size) - size)
@@ -170,8 +167,7 @@ def fill_with_small_update(matrices: Sequence[torch.Tensor], size: float, seed: 
 
 @contextlib.contextmanager
 def strong_adapter(policy: torch.nn.Module, seed: int) -> Iterator[list[torch.Tensor]]:
-    """Puts random matrices in place of the adapter's B, (out, r) of each layer, and yields these. After
-    the block, B is as before."""
+    """Puts random matrices in place of each layer's B (out, r) and yields these. After the block, B is as before."""
     layers, generator = list(lora_layers(policy).values()), torch.Generator().manual_seed(seed)
     matrices: list[torch.Tensor] = [layer.get_parameter("lora_B.default.weight") for layer in layers]
     kept = [b.detach().clone() for b in matrices]

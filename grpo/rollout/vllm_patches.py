@@ -15,8 +15,7 @@ import triton
 from grpo.plan.engine import SWIZZLED_AT_ONCE
 from grpo.settings import log
 
-# TRL sets the same level of logging; with a lower one vLLM warns of every kernel that a rollout compiles
-# (vllm/envs.py).
+# TRL sets the same log level; with a lower one vLLM warns of every kernel that a rollout compiles (vllm/envs.py).
 VLLM_SWITCHES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 # vLLM redirects these for its own compilation (vllm/compilation/); the trainer's kernels must not follow.
 COMPILER_VARIABLES = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process per GPU: reads which of the run's processes this is, exchanges values between them, and notices when one
-of them is lost.
+"""One process per GPU: reads which of them this is, exchanges values between them, and notices when one is lost.
 
-Simplified: every process has the whole model, so only gradients, token ids, log-probs and short messages travel.
-The groups are made directly, not by `init_process_group`: torch's default group stays free for vLLM, and a collective
-can only run on the group whose method it is. Messages are JSON, never pickles. A process that runs alone imports no
-torch here.
+Simplified: every process has the whole model, so only gradients, token ids, log-probs and short messages travel. The
+groups are made directly, not by `init_process_group`: torch's default group stays free for vLLM, and a collective can
+only run on the group whose method it is. Messages are JSON, never pickles. A process alone imports no torch here.
 """
 
 from __future__ import annotations

@@ -196,8 +196,7 @@ def vary_loads(window: Window, rng: np.random.Generator, max_factor: float) -> W
     """The window with the loads of each day times a factor of its own, log-uniform from 1 / max_factor to max_factor.
 
     A few real days show one season's loads, and a policy that has seen no other leaves the next season's unserved
-    (domain randomization, Tobin et al. 2017, 1703.06907). The values of a varied window are exact too, because the
-    plant is simulated."""
+    (domain randomization, Tobin et al. 2017, 1703.06907). A varied window's values are exact too: it is simulated."""
     if max_factor == 1:
         return window
     factors = max_factor ** rng.uniform(-1.0, 1.0, size=(len(window.dates), 1))

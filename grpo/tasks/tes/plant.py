@@ -82,8 +82,7 @@ class Solution:
 def solve(load_kw: np.ndarray, co2: np.ndarray, price_per_kwh: float, start_kwh: ArrayLike = START_KWH) -> Solution:
     """Dynamic programming backwards over T decisions (night hours change nothing, so they are left out).
 
-    load_kw, co2: shape (T,). price_per_kwh: value of a kWh that is left at the end. start_kwh: one energy or several,
-    shape (S,).
+    load_kw, co2: shape (T,). price_per_kwh: value of a kWh left at the end. start_kwh: one energy or several, (S,).
 
     An even grid of energies would not be exact: where a low output just fails to serve a load, the value falls by up to
     10/6 per kWh within a fraction of a kWh, and interpolation smears that over a cell. So the nodes of each hour are

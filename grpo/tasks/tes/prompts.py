@@ -148,8 +148,7 @@ def render_compact(state: State) -> tuple[str, str]:
 
 
 def prompt_kind(conversations: Sequence[Sequence[tuple[str, str]]]) -> str | None:
-    """Which renderer of this module wrote these prompts: `full`, `compact`, or None if they are of neither kind or of
-    both.
+    """Which renderer of this module wrote these prompts: `full`, `compact`, or None if neither or both did.
 
     conversations: (role, text) pairs as in `Row.messages`; a rendered prompt is the single pair ("rendered", text).
     What full prompts say of task, plant and actions must agree word for word: another plant is not simulated here."""
