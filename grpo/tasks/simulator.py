@@ -51,7 +51,6 @@ class SimulationPlan:
     runs: bool = False
     is_mentioned: bool = False  # rows or settings refer to the simulator, so the log says why it does not run
     why_sampled: str = ""  # why its evaluations must sample; empty if they may weigh all actions by probability
-    rollouts: int = 0  # number of consecutive generations in one pass
     episodes: tuple[str, ...] = ()  # names of the episodes, which are simulated in parallel
 
     def opening_prompts(self) -> list[str]:

@@ -77,7 +77,6 @@ def make_plan(
         runs=bool(windows),
         is_mentioned=True,
         why_sampled=why_sampled(settings, prompt),
-        rollouts=DECISIONS,
         episodes=tuple(name for name, _ in windows),
         prompt=prompt,
         profiles=profiles,
