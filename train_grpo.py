@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
     try:
         ranks = Ranks.from_environment()  # This comes first: from here on, TRL and vLLM each see a single process.
     except ValueError as error:

@@ -268,7 +268,6 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[str, str, int]]:
 
 
 def main() -> int:
-    """Runs the chosen cases; returns the exit code."""
     options = parse_args()
     from grpo.measure.record import fresh_folder, save, tabled, write  # Imported here: --help needs no torch.
 

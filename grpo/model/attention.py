@@ -167,7 +167,6 @@ class SinkAttention(torch.autograd.Function):
 
 
 def unwrap_peft(model: torch.nn.Module) -> PreTrainedModel:
-    """The model without PEFT's wrapper."""
     return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
 
 

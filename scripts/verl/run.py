@@ -40,7 +40,6 @@ def verl_command(stage: str, gpus: int, options: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=("sft", "ppo", "grpo"))
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="options of verl")

@@ -150,7 +150,6 @@ def smallest_serving_action(needed_kw: float) -> int:
 
 
 def constant_policy(action: int) -> Policy:
-    """A policy that takes the same action in every hour."""
     return lambda states: [action] * len(states)
 
 
