@@ -85,9 +85,8 @@ class RewardLookup:
         for completion, position, values in zip(completions, positions, scores, strict=True):
             earned = [weight * value for weight, value in zip(self.weights, values, strict=True)]
             sampled_reward = math.fsum(earned[n] for n in self.looked_up)
-            other_reward = math.fsum(
-                value for n, value in enumerate(earned) if n not in self.looked_up and not math.isnan(value)
-            )
+            others = (value for n, value in enumerate(earned) if n not in self.looked_up)
+            other_reward = math.fsum(value for value in others if not math.isnan(value))
             action = completion.action
             table = self.rewards_of_actions(completion.row, state) if position >= 0 else []
             if action is None or not table or any(map(math.isnan, [*values, *table])):

@@ -92,16 +92,10 @@ class Trainer(Learner):
         self.step_rewards: StepRewards | None = None  # Rewards of the last completions, with EXPECTED_REWARD.
         self.rollout: ScoredRollout | None = None  # None where the next step generates.
         # TRL passes only the index of a row around; its columns are looked up where they are needed.
-        dataset = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
+        data = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
         with experts_wrapped(model):
             super().__init__(
-                model,
-                list(rewards),
-                config,
-                dataset,
-                processing_class=tokenizer,
-                peft_config=lora,
-                callbacks=[self.timer],
+                model, list(rewards), config, data, processing_class=tokenizer, peft_config=lora, callbacks=[self.timer]
             )
         # transformers sets it when training begins, but losses are computed before that too.
         self.current_gradient_accumulation_steps = 1
@@ -206,9 +200,8 @@ class Trainer(Learner):
         """Token ids of the completions of this rank's rows with DIRECT_ANSWERS. For a rollout (`temperature` None) it
         keeps the probabilities of all actions: learning needs them before its first backward pass."""
         rank_prompts = prompt_ids[rank_rows.start : rank_rows.stop]
-        tokens, probabilities = self.choose_answers(
-            rank_prompts, self.temperature if temperature is None else temperature
-        )
+        chosen_at = self.temperature if temperature is None else temperature
+        tokens, probabilities = self.choose_answers(rank_prompts, chosen_at)
         if temperature is None:
             self.choice_probabilities = torch.zeros(len(prompt_ids), len(self.actions), device=tokens.device)
             self.choice_probabilities[rank_rows.start : rank_rows.stop] = probabilities
@@ -300,11 +293,9 @@ class Trainer(Learner):
                 self.set_step_rewards([AnswerRewards(*answer) for answer in answers])
                 return torch.tensor(by_function, device=self.accelerator.device)
             rows = [self.run.rows[x["row"]] for x in inputs]
-            step_completions = read_completions(self._tokenizer, self.eos_token_ids, rows, completion_ids_list)
+            decoded = read_completions(self._tokenizer, self.eos_token_ids, rows, completion_ids_list)
             log_functions = self._log_completion_extra, self._log_metric
-            scores = score(
-                self.reward_funcs, step_completions, completion_ids_list, self.columns, self.state, *log_functions
-            )
+            scores = score(self.reward_funcs, decoded, completion_ids_list, self.columns, self.state, *log_functions)
             per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
@@ -312,7 +303,7 @@ class Trainer(Learner):
             if self.lookup and self.run.settings.DIRECT_ANSWERS:
                 answers = self.lookup.look_up_rows(rows, self.state)
             elif self.lookup:
-                answers = self.lookup.look_up(step_completions, completion_ids_list, scores, self.state)
+                answers = self.lookup.look_up(decoded, completion_ids_list, scores, self.state)
             # TRL's own figure is the batch's with SCALE_REWARDS=batch, and leaves out groups of fewer than two rewards.
             groups = totals.view(-1, self.num_generations)
             lowest, highest = groups.nan_to_num(nan=math.inf).amin(1), groups.nan_to_num(nan=-math.inf).amax(1)
@@ -323,11 +314,9 @@ class Trainer(Learner):
             zero_std = 1 - teaches.float().mean().item()
             step, by_function = self.state.global_step + 1, per_function.tolist()
             expected_share = sum(answer.position >= 0 for answer in answers) / len(answers) if answers else None
-            self.run_log.write_completions(
-                step, step_completions, totals.tolist(), by_function, zero_std, expected_share
-            )
+            self.run_log.write_completions(step, decoded, totals.tolist(), by_function, zero_std, expected_share)
             if answers and self._step == 0:
-                log.info("%s", expected_text(step_completions, answers))
+                log.info("%s", expected_text(decoded, answers))
             self.run.ranks.broadcast([by_function, [dataclasses.astuple(answer) for answer in answers]])
             self.set_step_rewards(answers)
         return per_function

@@ -7,6 +7,5 @@ from typing import Any
 
 def noise(completions: list[Any], **columns: Any) -> list[float]:
     """A reward from 0 to 1 by a completion's hash: random weights never answer, and equal rewards teach nothing."""
-    return [
-        int(hashlib.sha256(str(completion).encode()).hexdigest()[:8], 16) / 0xFFFFFFFF for completion in completions
-    ]
+    hashes = (hashlib.sha256(str(completion).encode()).hexdigest() for completion in completions)
+    return [int(digits[:8], 16) / 0xFFFFFFFF for digits in hashes]

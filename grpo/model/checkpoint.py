@@ -97,11 +97,9 @@ def write_tensors(directory: Path, expected: Mapping[str, torch.Tensor], make: M
     """Write the tensors that `make` supplies for `expected` (meta tensors by name) to shards of SHARD_BYTES, with an
     index. Memory holds one shard at a time."""
     split = split_torch_state_dict_into_shards(dict(expected), max_shard_size=SHARD_BYTES)
-    for filename, names in split.filename_to_tensors.items():
+    for file, names in split.filename_to_tensors.items():
         # No variable refers to the tensors, because it would keep a shard in memory while the next one is made.
-        save_file(
-            {name: make(name, expected[name]).contiguous() for name in names}, directory / filename, {"format": "pt"}
-        )
+        save_file({name: make(name, expected[name]).contiguous() for name in names}, directory / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(directory / WEIGHTS_INDEX, index)

@@ -89,13 +89,11 @@ TINY_RECIPE = Recipe(
 
 def new_model(recipe: Recipe, tokenizer: Tokenizer) -> GptOssForCausalLM:
     """A gpt-oss in float32 with `fast_experts`, and initial weights from which reading is learned quickly."""
-    config = gptoss.config_dict(recipe.sizes, special_token_ids(tokenizer))
-    config.pop("quantization_config")
+    values = gptoss.config_dict(recipe.sizes, special_token_ids(tokenizer))
+    values.pop("quantization_config")
+    config = GptOssConfig.from_dict(values)
     model = GptOssForCausalLM._from_config(
-        GptOssConfig.from_dict(config),
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation=WARMUP_EXPERTS,
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation=WARMUP_EXPERTS
     )
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(0.0, 0.1)

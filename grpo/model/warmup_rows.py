@@ -135,9 +135,8 @@ class WarmupTensors:
         ends = [answer(0, stated_numbers(row.prompt)) if reasons else self.answer for row in rows]
         if {len(end) for end in ends} != {len(self.answer)}:
             raise InputError("the tokenizer splits numbers below 1000: a chain of thought needs the o200k one")
-        ids = [
-            torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in zip(encodings, ends, strict=True)
-        ]
+        pairs = zip(encodings, ends, strict=True)
+        ids = [torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in pairs]
         self.ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
         self.lengths = torch.tensor([len(row) for row in ids], device=device)
         self.rewards = torch.tensor([row.rewards for row in rows], device=device)

@@ -219,9 +219,7 @@ class Engine:
             else:
                 # vLLM's worker is this process, so tensors pass by reference.
                 seed = s.SEED if seed is None else seed
-                (self.sync_share,) = self.llm.apply_model(
-                    lambda model: sync_merged_weights(model, policy, seed, active)
-                )
+                (self.sync_share,) = self.llm.apply_model(lambda vllm: sync_merged_weights(vllm, policy, seed, active))
                 self.llm.reset_prefix_cache()  # The cache was computed with other weights.
 
     def use_adapter(self, folder: Path | None) -> None:

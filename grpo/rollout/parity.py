@@ -53,12 +53,8 @@ def check_mismatch(trainer: Any) -> None:
     if s.PARITY == "off":
         log.warning(banner_text("PARITY=off: nothing checks that vLLM generates with the adapter that is trained"))
         return
-    check = MismatchCheck(trainer)
-    with (
-        Phase("train/inference mismatch check"),
-        evaluating(check.policy),
-        strong_adapter(check.policy, s.SEED) as matrices,
-    ):
+    check, policy = MismatchCheck(trainer), trainer.model
+    with Phase("train/inference mismatch check"), evaluating(policy), strong_adapter(policy, s.SEED) as matrices:
         for moment in ("before the first step", "after a sleep"):
             check.compare(moment)
             with torch.no_grad():

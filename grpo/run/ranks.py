@@ -95,9 +95,8 @@ class Ranks:
             numbers = ", ".join(f"{name}={environ[name]}" for name in LAUNCH_VARIABLES[:4])
             raise ValueError(f"{numbers}: a rank is a number from 0 to one below the number of processes")
         if size > 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            raise ValueError(
-                f"WORLD_SIZE={size} was not set by torchrun or `accelerate launch`: start the run with one of them"
-            )
+            launchers = "torchrun or `accelerate launch`"
+            raise ValueError(f"WORLD_SIZE={size} was not set by {launchers}: start the run with one of them")
         run_id = environ.get("TORCHELASTIC_RUN_ID", "") + "/" + environ.get("TORCHELASTIC_RESTART_COUNT", "")
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         for name in [name for name in environ if name in LAUNCH_VARIABLES or name.startswith(LAUNCHER_PREFIXES)]:
