@@ -58,8 +58,7 @@ TRL_FIGURES |= {
 
 
 class Trainer(Learner):
-    """GRPO with this project's prompts, completions and rewards. Tests compare the signatures of the methods of TRL
-    that it overrides.
+    """GRPO with this project's prompts, completions and rewards. Tests compare the signatures of overridden methods.
 
     `measure` computes columns of metrics.csv every EVAL_STEPS steps; None measures nothing during training."""
 

@@ -64,8 +64,7 @@ def read_split(folder: Path, pattern: str, heldout: Sequence[str]) -> tuple[Prof
 def write_data(train: Profiles, heldout: Profiles, out: Path, prompt: str) -> dict[str, str]:
     """Writes training and held-out rows below `out`; returns the settings that name them and the held-out profiles.
 
-    Varied copies fill up the training windows: two real windows alone taught a policy that left a fifth of a warmer
-    month's load unserved."""
+    Varied copies fill up the training windows: two real ones alone left a fifth of a warmer month's load unserved."""
     trajectories = math.ceil(FEWEST_WINDOWS / window_count(train))
     files = {
         "DATA": profile_files(train, (prompt,), SEED, trajectories=trajectories, short_share=SHORT_SHARE, vary=VARY),

@@ -142,9 +142,8 @@ class FrozenProduct(torch.autograd.Function):
     """(S, in) rows, sorted by expert, times the weights `name` of their expert, which get no gradient: (S, out). `offs`
     (E,) holds the end of each expert's rows.
 
-    With gradient checkpointing, autograd keeps the dequantized weights of a single layer. Without it, the backward pass
-    dequantizes them again, because those of all layers would take 36 GiB in gpt-oss-20b; likewise if a single layer's
-    do not fit (`module.parts`)."""
+    With gradient checkpointing, autograd keeps the dequantized weights of a layer. Without it, or if these do not fit
+    (`module.parts`), the backward pass dequantizes again: those of all layers take 36 GiB in gpt-oss-20b."""
 
     @staticmethod
     def forward(ctx, module, name, rows, offs):

@@ -220,10 +220,9 @@ def figures(model: GptOssForCausalLM, rows: WarmupTensors, limit: int | None = N
 class WarmUp:
     """Supervised training, in which the model learns to read prompts but not which action is better.
 
-    It learns well-formed answers that name each action with the same probability for every prompt; the
-    plans of a reasoning model are as uniform, and an answer follows its plan with the probability `follow`. A linear
-    `probe`, which is discarded afterwards, predicts the rows' readings from a middle layer's state at the first token
-    that names an action."""
+    It learns well-formed answers that name each action with the same probability for every prompt; the plans of a
+    reasoning model are as uniform, and an answer follows its plan with the probability `follow`. A linear `probe`,
+    discarded afterwards, predicts the rows' readings from a middle layer's state at the first action's token."""
 
     def __init__(self, model: GptOssForCausalLM, rows: WarmupTensors, recipe: Recipe, seed: int) -> None:
         self.model, self.rows, self.recipe = model, rows, recipe
@@ -244,8 +243,7 @@ class WarmUp:
         return min(1.0, max(self.elapsed / self.recipe.seconds, self.step / self.recipe.steps))
 
     def losses(self, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of the `picked` rows (B,) without that of their readings, and the readings (B, R) that the probe
-        predicts."""
+        """The loss of the `picked` rows (B,) without readings, and the readings (B, R) that the probe predicts."""
         rows, size = self.rows, len(picked)
         ids, lengths = rows.batch(picked)
         before = lengths - len(rows.answer)

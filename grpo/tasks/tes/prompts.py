@@ -169,8 +169,7 @@ def prompt_kind(conversations: Sequence[Sequence[tuple[str, str]]]) -> str | Non
 
 
 def renderer(kind: str, render: Callable[[Sequence[tuple[str, str]]], str]) -> Callable[[State], str]:
-    """A function that turns a state into a prompt, ready to generate from. `render` applies the model's chat template,
-    which full prompts do not need."""
+    """A function that renders a state. `render` applies the model's chat template, which full prompts do not need."""
     if kind == "full":
         return render_full
     cached = functools.cache(render)  # rendering takes longer than a token of the tiny model

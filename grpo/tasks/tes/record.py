@@ -104,8 +104,7 @@ def add_policy(
 
 
 def add_totals(record: Record) -> None:
-    """Totals over the windows, regret with its interval, the windows with unserved load, and the difference of the two
-    models, from `mean` alone."""
+    """From `mean` alone: totals, regret with its interval, windows with unserved load, and both models' difference."""
     windows = [entry["policies"] for entry in record["windows"]]
     priced = {name: [policies[name]["mean"]["priced_kg"] for policies in windows] for name in windows[0]}
     optimum = priced["optimum"]
