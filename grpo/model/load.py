@@ -76,12 +76,10 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
         for layer in model.model.layers:
             layer.mlp.experts = QuantizedExperts(config, packed)
     expected, tensors = model.state_dict(), {}
-    lent: tuple[str, ...] = ()
-    if not packed:
-        lent = ("_blocks", "_scales", *VOCAB_WEIGHTS)
-        for name in VOCAB_WEIGHTS:
-            nan = torch.full((), math.nan, dtype=expected[name].dtype, device=device)
-            tensors[name] = nan.expand(expected[name].shape)
+    lent: tuple[str, ...] = () if packed else ("_blocks", "_scales", *VOCAB_WEIGHTS)
+    for name in VOCAB_WEIGHTS if lent else ():
+        nan = torch.full((), math.nan, dtype=expected[name].dtype, device=device)
+        tensors[name] = nan.expand(expected[name].shape)
     for shard in sorted(Path(model_path).glob("model*.safetensors")):  # the pattern excludes an adapter in this folder
         try:
             with safe_open(shard, "pt", device=device) as file:
