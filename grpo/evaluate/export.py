@@ -100,8 +100,7 @@ def write_bf16(merged: Merged, files: ModelFiles, folder: Path) -> None:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:
-    """(settings of the adapter's run, small files of its base model, their folder) for the `options` of
-    scripts/export.py. Raises InputError."""
+    """(settings of the adapter's run, its base model's small files, their folder) by `options`. Raises InputError."""
     s, problems = load_run_settings(options.adapter, MODEL_ID=options.model)
     files = None if problems else find_model(s.MODEL_ID, problems)
     if files is None or files.folder is None or problems:

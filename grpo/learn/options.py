@@ -48,8 +48,7 @@ def grpo_options(
         "mask_truncated_completions": s.MASK_TRUNCATED,
         "reward_weights": [weight for _, weight in specs],
         "scale_rewards": scale_rewards,
-        # The engine is our own (grpo/rollout), and so is the importance correction (`Learner.learn`): TRL's needs a
-        # whole forward pass before the loss.
+        # The engine is our own (grpo/rollout), and so is the importance correction: TRL's needs a whole forward pass.
         "use_vllm": False,
         "vllm_importance_sampling_correction": False,
         "logging_steps": 1,

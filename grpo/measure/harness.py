@@ -26,8 +26,7 @@ DIRECT = split_settings("USE_VLLM=auto REWARDS=action")
 
 @contextlib.contextmanager
 def intercept(owner: type | ModuleType, name: str, watch: Function) -> Iterator[None]:
-    """In the block, a call of `owner.name` (a method or a module's function) becomes a call of `watch`, which gets the
-    original first and then the arguments."""
+    """In the block, a call of `owner.name` (a method or a module's function) becomes `watch(original, *arguments)`."""
     original = getattr(owner, name)
     with mock.patch.object(owner, name, lambda *arguments, **named: watch(original, *arguments, **named)):
         yield
