@@ -383,9 +383,8 @@ def score_answers(
     """`score_probabilities` of sampled actions, a list for each of N prompts; None is an answer without action."""
     if len(rows) != len(answers):
         raise ValueError("every prompt needs at least one answer")
-    shares = [
-        [own.count(k) / max(len(own), 1) for k in range(len(row))] for row, own in zip(rows, answers, strict=True)
-    ]
+    pairs = zip(rows, answers, strict=True)
+    shares = [[own.count(k) / max(len(own), 1) for k in range(len(row))] for row, own in pairs]
     scores = score_probabilities(rows, shares, list(map(len, answers)), invalid_reward, clusters)
     return scores | {"action_counts": list(map(round, scores["action_counts"])), "unparsed": round(scores["unparsed"])}
 

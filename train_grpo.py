@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
     try:
         ranks = Ranks.from_environment()  # This comes first: from here on, TRL and vLLM each see a single process.
     except ValueError as error:
@@ -66,9 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # No prompt or path is worth a UnicodeEncodeError.
-    parser = argparse.ArgumentParser(
-        prog="train_grpo.py", add_help=False, usage="[NAME=VALUE ...] python %(prog)s [--help | --check]"
-    )
+    usage = "[NAME=VALUE ...] python %(prog)s [--help | --check]"
+    parser = argparse.ArgumentParser(prog="train_grpo.py", add_help=False, usage=usage)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--check", action="store_true")
     options, unknown = parser.parse_known_args(arguments)
@@ -188,15 +186,9 @@ def train(resolved: ResolvedRun) -> int:
         output_dir = scratch_folder()
         options |= {"output_dir": str(output_dir), "report_to": "none"}
     progress = Progress(resolved)
-    trainer = Trainer(
-        context,
-        model,
-        tokenizer,
-        LoraConfig(**lora_options(s)),
-        GRPOConfig(**options),
-        load_rewards(specs, s),
-        measure=progress.during if resolved.eval_rows else None,
-    )
+    lora, config = LoraConfig(**lora_options(s)), GRPOConfig(**options)
+    measure = progress.during if resolved.eval_rows else None
+    trainer = Trainer(context, model, tokenizer, lora, config, load_rewards(specs, s), measure)
     policy = trainer.model
     trainable = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of other trainers (TRL, transformers, Unsloth, Axolotl, verl, tes_grpo_trl) and what to do about them here.
 
-One table answers both command-line flags and environment variables. No name in it works as an alias: each gets an
-answer that names our setting, or the reason why there is none. Arguments that change nothing about the result are not
-listed.
+One table answers command-line flags and environment variables. No name in it works as an alias: each gets an answer
+that names our setting, or the reason why there is none. Arguments that do not change the result are not listed.
 """
 
 # fmt: off

@@ -28,8 +28,6 @@ from grpo.settings import MAY_CHANGE, ROOT, Settings, reflow, setting_rows
 KEY_SETTINGS = (
     "REWARDS", "TOTAL_STEPS", "PROMPTS_PER_STEP", "NUM_GENERATIONS", "MAX_COMPLETION_LEN", "LEARNING_RATE", "LORA_R",
 )  # fmt: skip
-
-
 PROMPT_TOKENS = 940  # of the longest TES prompt
 # Name, compute capability, GiB that are free, and the results of 12 x 8 completions of 512 and of 4,000 tokens, if any.
 CARDS = (

@@ -31,15 +31,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.run.ending import run_script
-from grpo.settings import ROOT, parse_assignment
+from grpo.settings import ROOT, parse_assignment, reflow
 
 RECIPE = ("seconds", "steps", "windows", "probe_windows")  # Fields of a scale's recipe that options change.
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Prove that the path a user runs learns.", epilog="Examples and exit codes: top of this file."
-    )
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the proof: data/, model/, run/")
     add("--scale", choices=("mid", "small", "cpu"), default="mid", help="size of the proof (default %(default)s)")

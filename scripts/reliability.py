@@ -183,10 +183,8 @@ def prepare(folder: Path, names: list[str], jobs: int) -> None:
     for path in (inputs / "profiles", folder / "hook"):
         path.mkdir(parents=True, exist_ok=True)
     (folder / "hook" / "sitecustomize.py").write_text(HOOK)
-    rows, (header, *hours) = (
-        (ROOT / "data" / name).read_text(encoding="utf-8").splitlines(True)
-        for name in ("tes_heldout_compact.csv", "profile_heldout.csv")
-    )
+    rows = (ROOT / "data" / "tes_heldout_compact.csv").read_text(encoding="utf-8").splitlines(True)
+    header, *hours = (ROOT / "data" / "profile_heldout.csv").read_text(encoding="utf-8").splitlines(True)
     (inputs / "heldout.csv").write_text("".join(rows[:5]), encoding="utf-8")
     for name, part in {"days.csv": hours[:96], "profiles/a.csv": hours[:96], "profiles/b.csv": hours[96:192]}.items():
         (inputs / name).write_text(header + "".join(part), encoding="utf-8")
@@ -268,7 +266,6 @@ def chosen_cases(options: argparse.Namespace) -> list[tuple[str, str, int]]:
 
 
 def main() -> int:
-    """Runs the chosen cases; returns the exit code."""
     options = parse_args()
     from grpo.measure.record import fresh_folder, save, tabled, write  # Imported here: --help needs no torch.
 
@@ -277,9 +274,8 @@ def main() -> int:
     prepare(folder, sorted({name for _, name, _ in cases}), options.jobs)
     values.update(f"{part}_{name}_asked" for part, name, _ in cases)
     saved = 0.0
-    table = "".join(
-        FIGURES.format(subject).lstrip() for subject in dict.fromkeys(f"{p}_{name}" for p, name, _ in cases)
-    )
+    subjects = dict.fromkeys(f"{part}_{name}" for part, name, _ in cases)
+    table = "".join(FIGURES.format(subject).lstrip() for subject in subjects)
 
     def run_case(case: tuple[str, str, int]) -> tuple[str, int] | None:
         part, name, number = case

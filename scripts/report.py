@@ -14,20 +14,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.page import write_report
-from grpo.settings import InputError, reflow
+from grpo.run.ending import run_script
+from grpo.settings import reflow
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="OUTPUT_DIR of a run")
-    try:
-        page = write_report(parser.parse_args(arguments).run_dir)
-    except InputError as error:
-        print(f"report: {error}", file=sys.stderr)
-        return 2
+    page = write_report(parser.parse_args(arguments).run_dir)
     print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -24,6 +24,7 @@ import pandas
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.run_data import read_json, read_metrics
+from grpo.run.ending import run_script
 from grpo.run.folder import continuation
 from grpo.run.layout import COMPLETE, lock_path
 from grpo.run.logs import RECENT_STEPS, TIME_UNKNOWN, Pace
@@ -97,8 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="OUTPUT_DIR of a run; it may not be there yet")
     options = parser.parse_args(arguments)
     if options.run_dir.exists() and not options.run_dir.is_dir():
-        print(f"watch: {options.run_dir} is not a folder. Name a run's OUTPUT_DIR", file=sys.stderr)
-        return 2
+        raise InputError(f"{options.run_dir} is not a folder. Name a run's OUTPUT_DIR")
     sys.stdout.reconfigure(errors="replace")  # A character outside the encoding must not end the watching.
     is_once = not sys.stdout.isatty()
     try:
@@ -108,13 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if is_once or is_complete:
                 return 0
             time.sleep(1.0)
-    except InputError as error:
-        print(f"watch: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("stopped watching; the run goes on", file=sys.stderr)
         return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

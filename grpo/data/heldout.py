@@ -49,11 +49,10 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     """Hold out whole days of rows that carry a date, and all rows with the same prompt of others: a model that trained
     on an hour knows something about the next hour, and several rows may share a prompt.
 
-    Days or prompts are the groups. They are ordered by a hash of the day or prompt alone, and the first ones are held
-    out: all whose hash lies below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. Below LEAST_GROUPS
-    groups none is held out; from there on, rows added to DATA hold out no group that was trained on before, because a
-    group can only move back in this order. At most MOST_HELD_OUT held-out rows are evaluated, and none whose prompt is
-    in a training row as well."""
+    Days or prompts are the groups, ordered by a hash of the day or prompt alone. The first ones are held out: all whose
+    hash lies below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. Below LEAST_GROUPS groups none is
+    held out; from there on, rows added to DATA hold out no group that was trained on before, because a group can only
+    move back in this order. At most MOST_HELD_OUT held-out rows are evaluated, none with a training row's prompt."""
     if not share:
         return Split(list(rows), [], "EVAL_SHARE=0: all rows of DATA are training rows")
     keys = [group_of(row) for row in rows]

@@ -40,8 +40,7 @@ def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -
 
 
 def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row]]:
-    """(settings of the adapter's run, files of its base model, rendered prompts) for the `options` of scripts/ask.py.
-    Raises InputError."""
+    """(settings of the adapter's run, its base model's files, rendered prompts) by `options`. Raises InputError."""
     s, problems = load_run_settings(options.adapter, MODEL_ID=options.model)
     # --serve only prints commands, which may run on another machine with a GPU.
     machine = Machine(gpus=1) if options.serve else read_machine()

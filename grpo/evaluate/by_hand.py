@@ -50,8 +50,7 @@ def choose_engine(s: Settings, machine: Machine) -> tuple[bool, str]:
 
 
 def simulate(options: argparse.Namespace) -> tuple[str, Path]:
-    """Let models act in the simulator of their task, and write its record. Takes and returns what `evaluate_rows` does,
-    and raises the same."""
+    """Let models act in their task's simulator and write its record. Takes and returns what `evaluate_rows` does."""
     s, problems = read_settings(options)
     path = output_path(options, "closed_loop", problems)
     machine = read_machine()
@@ -79,8 +78,7 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
     """Score models on the rows of --data, and write the figures as evaluation.json has them. `options` are those of
     scripts/evaluate.py. Returns (the table, the file's path).
 
-    Raises InputError before anything takes time, EngineError where vLLM fails.
-    """
+    Raises InputError before anything takes time, EngineError where vLLM fails."""
     s, problems = read_settings(options)
     rows = read_rows("--data", ",".join(options.data), problems, s.SYSTEM_PROMPT)
     path = output_path(options, label(rows[0].file).replace("/", "-") if rows else "rows", problems)

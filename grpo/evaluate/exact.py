@@ -48,13 +48,8 @@ def answer_logps(
     ids = torch.tensor([[0] * (width - len(begin)) + begin for begin in begins], device=device)
     mask = torch.tensor([[0] * (width - len(begin)) + [1] * len(begin) for begin in begins], device=device)
     cache = DynamicCache()  # Without a config every layer caches all tokens; the masks apply the sliding window.
-    out = model.model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        past_key_values=cache,
-        use_cache=True,
-    )
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    out = model.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
     logps = token_logps(model, out.last_hidden_state[:, -len(common) - 1 :], temperature)  # (B, C + 1, V)
     prefix = logps[:, range(len(common)), common].sum(1, keepdim=True)
     sums = prefix + logps[:, -1, [tail[0] for tail in tails]]
@@ -72,8 +67,7 @@ def answer_logps(
 
 
 def token_logps(model: PreTrainedModel, states: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities (B, T, V) of the next tokens from hidden states (B, T, D); 0 for the likeliest at temperature 0
-    (and -inf for the others)."""
+    """Log-probabilities (B, T, V) after hidden states (B, T, D); at temperature 0 that of the likeliest token is 0."""
     logits = model.lm_head(states).double()
     if temperature == 0:
         likeliest = logits.argmax(-1, keepdim=True)

@@ -25,9 +25,8 @@ CONFIG = "config.json"
 
 
 class Merged:
-    """The tensors of the checkpoint in the folder `base`, merged with an adapter: W + scale * B @ A is computed in
-    float32 and rounded once, to the nearest BF16. Memory holds one tensor and the adapter. Raises InputError if the
-    adapter is not finite."""
+    """The tensors of the checkpoint in `base`, merged with an adapter: W + scale * B @ A, in float32, rounded once to
+    the nearest BF16. Memory holds one tensor and the adapter. Raises InputError if the adapter is not finite."""
 
     def __init__(self, base: Path, adapter: Path, scale: float) -> None:
         self.base = base
@@ -101,8 +100,7 @@ def write_bf16(merged: Merged, files: ModelFiles, folder: Path) -> None:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:
-    """(settings of the adapter's run, small files of its base model, their folder) for the `options` of
-    scripts/export.py. Raises InputError."""
+    """(settings of the adapter's run, its base model's small files, their folder) by `options`. Raises InputError."""
     s, problems = load_run_settings(options.adapter, MODEL_ID=options.model)
     files = None if problems else find_model(s.MODEL_ID, problems)
     if files is None or files.folder is None or problems:
@@ -111,8 +109,7 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:
 
 
 def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
-    """The LoRA scale of the adapter. Raises InputError if it cannot be merged into the model with these files, in the
-    format of --to."""
+    """The LoRA scale of the adapter. Raises InputError if it cannot be merged into this model in the format of --to."""
     problems, scale = Problems(), 0.0
     if options.to != "bf16" and not has_mxfp4(files.config):
         problems.add(f"--to {options.to}", "the base model's experts are not in MXFP4", "Use --to bf16")
@@ -135,8 +132,7 @@ def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
 
 def export(options: argparse.Namespace) -> float | None:
     """Write the merged model to --out, whole or not at all; returns the share of the adapter's update that survived
-    rounding. `options` are those of scripts/export.py. Raises InputError, and ValueError or SafetensorError for a
-    damaged base."""
+    rounding. Raises InputError, and ValueError or SafetensorError for a damaged base."""
     s, files, base = prepare(options)
     scale = check_merge(options, files)
     if problem := fetch_weights(s.MODEL_ID, files):

@@ -14,9 +14,8 @@ from grpo.run.durable import write_text
 from grpo.settings import InputError, format_exception
 
 # The template escapes every value by itself; nothing is marked as safe.
-TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
-)
+LOADER = jinja2.FileSystemLoader(Path(__file__).parent)
+TEMPLATES = jinja2.Environment(loader=LOADER, autoescape=True, undefined=jinja2.StrictUndefined)
 
 
 def page_text(run: Run) -> str:

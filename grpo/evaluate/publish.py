@@ -44,8 +44,7 @@ def results(run: Run, adapter: Path) -> str:
 
 
 def about_training(adapter: Path) -> str:
-    """Data, results and settings of the adapter's run as sections of a card; settings alone, or a sentence, if no more
-    is known."""
+    """Data, results and settings of the adapter's run as sections of a card, as far as they are known."""
     folder = run_of(adapter)
     if folder is None:
         return "How it was trained is not recorded.\n"

@@ -17,8 +17,7 @@ class RewardLookup:
     """Looks up what each action of a row earns by those reward functions that depend on row and action alone.
 
     The functions are called with made-up completions that answer `[k]` and nothing else, as the checks before a run
-    call them, so that columns, weights and INVALID_REWARD count as in training.
-    """
+    call them, so that columns, weights and INVALID_REWARD count as in training."""
 
     def __init__(
         self,
@@ -55,8 +54,7 @@ class RewardLookup:
         or no single token decides the action.
 
         A token counts only if replacing it by the token of another action makes the completion answer that action. So a
-        number in the reasoning does not count, nor one of two equal `[k]`.
-        """
+        number in the reasoning does not count, nor one of two equal `[k]`."""
         positions, replaced, tried = [-1] * len(completions), [], []
         for i, (completion, tokens) in enumerate(zip(completions, ids, strict=True)):
             actions, action = len(completion.row.rewards), completion.action
@@ -81,16 +79,14 @@ class RewardLookup:
         scores: Sequence[Sequence[float]],
         state: TrainerState,
     ) -> list[AnswerRewards]:
-        """The AnswerRewards of each completion, from its tokens in `ids` and the `scores` that the functions gave it
-        (NaN: the function left it out)."""
+        """The AnswerRewards of each completion, by its tokens in `ids` and its `scores` by function (NaN: left out)."""
         answers = []
         positions = self.answer_positions(completions, ids)
         for completion, position, values in zip(completions, positions, scores, strict=True):
             earned = [weight * value for weight, value in zip(self.weights, values, strict=True)]
             sampled_reward = math.fsum(earned[n] for n in self.looked_up)
-            other_reward = math.fsum(
-                value for n, value in enumerate(earned) if n not in self.looked_up and not math.isnan(value)
-            )
+            others = (value for n, value in enumerate(earned) if n not in self.looked_up)
+            other_reward = math.fsum(value for value in others if not math.isnan(value))
             action = completion.action
             table = self.rewards_of_actions(completion.row, state) if position >= 0 else []
             if action is None or not table or any(map(math.isnan, [*values, *table])):
@@ -112,16 +108,14 @@ class RewardLookup:
     def expected_answer(
         self, table: Sequence[float], position: int, other_reward: float = 0.0, surplus: float = 0.0
     ) -> AnswerRewards:
-        """The AnswerRewards of a completion that names its action at `position`, from what `rewards_of_actions` gives
-        its row."""
+        """The AnswerRewards of a completion that names its action at `position`, by its row's `rewards_of_actions`."""
         unreadable, *actions = table
         gains, tokens = [reward - unreadable for reward in actions], action_tokens(self.tokenizer, len(actions))
         return AnswerRewards(unreadable + other_reward, position, tokens, gains, other_reward, surplus)
 
 
 def expected_text(completions: Sequence[Completion], answers: Sequence[AnswerRewards]) -> str:
-    """A line of training.log on how many of a step's completions learn from their expected reward, and why the others
-    do not."""
+    """A line of training.log: how many of a step's completions learn from their expected reward, and why not all do."""
     sampled = [completion for completion, answer in zip(completions, answers, strict=True) if answer.position < 0]
     count = len(completions)
     text = f"expected reward at the answer: {count - len(sampled)} of {count} completions of this step"

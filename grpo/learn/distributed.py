@@ -11,8 +11,7 @@ from torch import Tensor
 from grpo.run.layout import ADAPTER
 from grpo.run.ranks import Ranks
 
-# The files of a checkpoint that a run continues from. A rank that receives them writes these names only, never a name
-# that another process sent.
+# The files of a checkpoint that a run continues from. A rank writes these names only, none that another process sent.
 RESUME_FILES = [ADAPTER, "adapter_config.json", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"]
 ROLLOUT = "rollout.pt"  # One more, where the step after the checkpoint learns from the same rollout.
 

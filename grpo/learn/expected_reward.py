@@ -29,9 +29,7 @@ EPSILON = 1e-4  # TRL adds it to the deviation that it divides by.
 class AnswerRewards:
     """Where one completion names its action, and what each action would earn there, as numbers that JSON can carry.
 
-    A completion that is learned from as it was sampled has no position and no actions, and `base_reward` is what it
-    earned.
-    """
+    A completion that is learned from as it was sampled has no position and no actions; `base_reward` is its reward."""
 
     # That of an unreadable answer, plus `other_reward`; NaN if every function left the completion out.
     base_reward: float
@@ -103,8 +101,7 @@ def mean_and_scale(
     number of consecutive completions that form a group.
 
     The deviation is that of the mixture of all actions, not of V: equal prefixes have equal V, and dividing by
-    the deviation of V would amplify rounding.
-    """
+    the deviation of V would amplify rounding."""
     values = expected_rewards(answers, probabilities)
     mean = values.view(-1, group).nanmean(1).repeat_interleave(group)
     if scale_rewards == "none":
@@ -127,8 +124,7 @@ def token_advantages(
     Before that token it is the advantage of V. From that token on only the sampled rewards of functions that are not
     looked up count, and behind it also what the looked-up functions gave beyond the answered action's reward. A
     completion without an answer's token has the advantage of its sampled reward throughout. `sampled` (B,) are the
-    advantages of the sampled rewards, which groups without any answer's token keep.
-    """
+    advantages of the sampled rewards, which groups without any answer's token keep."""
     group_rewards = answers.other_reward.masked_fill(values.isnan(), torch.nan).view(-1, group)
     others = answers.other_reward - group_rewards.nanmean(1).repeat_interleave(group)
     offset = torch.arange(width, device=values.device) - answers.position[:, None]  # 0 at the answer's token

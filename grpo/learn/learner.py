@@ -43,9 +43,7 @@ class Learner(GRPOTrainer):
 
     The loss is Liger's. Loss and gradient are those of the whole batch, however it is cut into micro-batches. Nothing
     is computed in vain: each prompt is computed once for all its completions, there is no padding, and old log-probs
-    need no pass of their own: with one optimizer step a rollout they equal the current ones, with several they are
-    those with which vLLM sampled.
-    """
+    need no pass: with one optimizer step a rollout they equal the current ones, with several they are vLLM's."""
 
     run: RunContext
     # TRL allows other models and arguments; a run always has an adapter and GRPO's arguments.
@@ -139,8 +137,7 @@ class Learner(GRPOTrainer):
     def compute_logps(self, base: PreTrainedModel, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`.
 
-        TRL's kernel holds logits for one tile of tokens and vocabulary at a time, and is faster than Liger's
-        (docs/tried.md)."""
+        TRL's kernel holds the logits of one tile at a time, and is faster than Liger's (docs/tried.md)."""
         head = base.get_output_embeddings()
         return ChunkedLogProbFunction.apply(
             states, head.weight, head.bias, targets, self.temperature, HEAD_TILE, None, 1.0, ("entropy",)
@@ -168,9 +165,8 @@ class Learner(GRPOTrainer):
         return batch | {"advantages": advantages}, means, (weights / scale).masked_fill(~answers.is_expected, 0.0)
 
     def probabilities_of_step(self, base: PreTrainedModel, batch: Batch, answers: StepRewards) -> Tensor:
-        """Probabilities (B, K) of the actions in this rank's rows, zeros in other ranks'. This is a forward pass
-        without gradient up to the answers, because mean and deviation of a step must be known before its first
-        micro-batch learns."""
+        """Probabilities (B, K) of the actions in this rank's rows, zeros in other ranks', by a forward pass without
+        gradient up to the answers: mean and deviation of a step must be known before its first micro-batch learns."""
         mask = batch["completion_mask"]
         probabilities = torch.zeros(answers.tokens.shape, device=mask.device)
         until_answer = torch.arange(mask.size(1), device=mask.device) <= answers.position[:, None]
@@ -218,8 +214,7 @@ class Learner(GRPOTrainer):
         if advantages.ndim == 2:
             logps, mask = logps.unsqueeze(1), mask.unsqueeze(1)
             reference, old, ratio = (None if x is None else x.unsqueeze(1) for x in (reference, old, ratio))
-        # Liger's own luspo divides by the length. TRL's is a sum over tokens and a mean over completions, as dr_grpo
-        # computes it with a length of 1.
+        # Liger's own luspo divides by the length. TRL's is a mean over completions of sums over tokens: dr_grpo's.
         luspo = self.loss_type == "luspo"
         return LigerFusedLinearGRPOFunction.ppo_loss_fn(
             logps,

@@ -34,14 +34,12 @@ def training_options(s: Settings, cuda: bool) -> dict[str, Any]:
 def grpo_options(
     s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], scale_rewards: str, epsilon_high: float
 ) -> dict[str, Any]:
-    """Arguments of TRL's GRPOConfig for this run, from (name, weight) of its reward functions, the scaling of rewards
-    and the upper clip range."""
+    """Arguments of TRL's GRPOConfig for this run; `specs` are (name, weight) of its reward functions."""
     trackers = [name for name in split_commas(s.REPORT_TO) if name != "none"]
     return {
         **training_options(s, cuda),
         **{name.lower(): getattr(s, name) for name in GRPO_SETTINGS},
-        # TRL refuses groups of one completion, which DIRECT_ANSWERS has: the whole step counts as a group until
-        # `Trainer` sets the true size.
+        # TRL refuses groups of one, which DIRECT_ANSWERS has: the step counts as a group until `Trainer` sets the size.
         "num_generations": s.PROMPTS_PER_STEP if s.DIRECT_ANSWERS else s.NUM_GENERATIONS,
         # TRL sees the step's completions as one batch; `Learner.micro_batches` cuts it.
         "per_device_train_batch_size": s.completions_per_step,
@@ -50,8 +48,7 @@ def grpo_options(
         "mask_truncated_completions": s.MASK_TRUNCATED,
         "reward_weights": [weight for _, weight in specs],
         "scale_rewards": scale_rewards,
-        # The engine is our own (grpo/rollout), and so is the importance correction (`Learner.learn`): TRL's needs a
-        # whole forward pass before the loss.
+        # The engine is our own (grpo/rollout), and so is the importance correction: TRL's needs a whole forward pass.
         "use_vllm": False,
         "vllm_importance_sampling_correction": False,
         "logging_steps": 1,

@@ -25,8 +25,7 @@ class ScoredRollout:
         """The completions of whole prompts that one step learns from: part `index` of `parts` equal ones.
 
         TRL shuffles before it cuts, by torch's own generator. Its state differs between ranks after a rollout by vLLM,
-        and single completions would leave their group, which packing and the expected reward need whole.
-        """
+        and single completions would leave their group, which packing and the expected reward need whole."""
         if parts == 1:
             return self.batch, self.answers
         size = len(self.batch["completion_ids"]) // parts

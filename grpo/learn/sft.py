@@ -61,8 +61,7 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
     """Train an adapter on the `answers` to `resolved.rows` (None: the row is left out), and write it to OUTPUT_DIR with
     its tokenizer, model card and settings.json; returns the folder.
 
-    Raises ValueError where the model cannot be loaded. OUTPUT_DIR changes only after training.
-    """
+    Raises ValueError where the model cannot be loaded. OUTPUT_DIR changes only after training."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     s, folder, files, plan = resolved.settings, resolved.run.folder, resolved.files, resolved.plan
     assert files and plan  # A run that passed its checks has both.

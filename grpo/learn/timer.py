@@ -51,8 +51,7 @@ class StepTimerCallback(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self.started
-        # torch frees the blocks used by learning only when the engine wakes, so the current use is the peak of
-        # learning.
+        # torch frees learning's blocks only when the engine wakes, so the current use is the peak of learning.
         self.used_gib = max(self.used_gib, gpu_used_gib())
         if signal := sync_stop_signal(self.ranks, self.stop.signal, kwargs["model"], state.global_step):
             self.stop.signal = signal

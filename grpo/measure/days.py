@@ -42,9 +42,8 @@ def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path
 
 
 def read_split(folder: Path, pattern: str, heldout: Sequence[str]) -> tuple[Profiles, Profiles]:
-    """The profiles of a folder to train on, and those held out. `heldout` holds names of files, or the number of
-    profiles to hold out, which are the last by date; if it is empty, the last third is held out, at least one. Raises
-    InputError with every problem."""
+    """The profiles of a folder to train on, and those held out. `heldout` names files, or how many to hold out, the
+    last by date; if it is empty, the last third, at least one. Raises InputError with every problem."""
     paths = sorted(folder.glob(pattern))
     if not paths:
         raise InputError(f"{folder}: holds no profile ({pattern}); docs/plant.md says what one looks like")
@@ -63,11 +62,9 @@ def read_split(folder: Path, pattern: str, heldout: Sequence[str]) -> tuple[Prof
 
 
 def write_data(train: Profiles, heldout: Profiles, out: Path, prompt: str) -> dict[str, str]:
-    """Writes training rows and held-out rows below `out`, and returns the settings that name them and the held-out
-    profiles. Raises OSError.
+    """Writes training and held-out rows below `out`; returns the settings that name them and the held-out profiles.
 
-    Varied copies fill up the training windows: two real windows alone taught a policy that left a fifth of a warmer
-    month's load unserved."""
+    Varied copies fill up the training windows: two real ones alone left a fifth of a warmer month's load unserved."""
     trajectories = math.ceil(FEWEST_WINDOWS / window_count(train))
     files = {
         "DATA": profile_files(train, (prompt,), SEED, trajectories=trajectories, short_share=SHORT_SHARE, vary=VARY),

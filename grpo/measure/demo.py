@@ -134,8 +134,7 @@ def bench_demo(options: argparse.Namespace) -> int:
 
 
 def plot_seeds(seeds: Sequence[SeedResult], path: Path) -> None:
-    """Reward of the sampled completions over the steps, a line a seed, and regret of the plant by set of windows and
-    adapter, a dot a seed."""
+    """Reward over the steps, a line a seed, and regret of the plant by set of windows and adapter, a dot a seed."""
     from matplotlib.figure import Figure as Drawing  # Imported here: a GPU machine measures without a picture.
 
     drawing = Drawing(figsize=(9, 3.6), dpi=160)

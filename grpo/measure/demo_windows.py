@@ -23,8 +23,7 @@ MOST_FACTOR = 2.0  # Largest factor of a varied day's load; the smallest is its 
 def profile_text(name: str) -> str:
     """The hourly profile of a set of windows, as CSV text: four days a window, one window a week from HELDOUT_START.
 
-    Raises KeyError for a set that is not known.
-    """
+    Raises KeyError for a set that is not known."""
     if name == "shown":
         return (DATA_DIR / "profile_heldout.csv").read_text(encoding="utf-8")
     stream = STREAMS[name]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strikes a run beside vLLM in each phase of a step (by a kill, a full GPU or a dying engine), and checks that the same
-command continues it."""
+"""Strikes a run beside vLLM in each phase of a step (kill, full GPU, dying engine), and checks that it continues."""
 
 import argparse
 import os
@@ -34,8 +33,7 @@ PHASES: dict[str, tuple[type | ModuleType, str, float]] = {
     "learn": (Trainer, "learn", 0.1),
     "save": (learner, "finish_checkpoint", 0.0),
 }
-# Full memory does not stop sleep and save, which take none of the GPU's, and an engine dies only while it works by
-# itself: when it generates.
+# Full memory does not stop sleep and save, which take none of the GPU's, and an engine dies only while it generates.
 FAULTS = (
     *(f"kill:{phase}" for phase in PHASES),
     *(f"memory:{phase}" for phase in ("wake", "sync", "generate", "learn")),

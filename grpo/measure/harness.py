@@ -26,16 +26,14 @@ DIRECT = split_settings("USE_VLLM=auto REWARDS=action")
 
 @contextlib.contextmanager
 def intercept(owner: type | ModuleType, name: str, watch: Function) -> Iterator[None]:
-    """In the block, a call of `owner.name` (a method or a module's function) becomes a call of `watch`, which gets the
-    original first and then the arguments."""
+    """In the block, a call of `owner.name` (a method or a module's function) becomes `watch(original, *arguments)`."""
     original = getattr(owner, name)
     with mock.patch.object(owner, name, lambda *arguments, **named: watch(original, *arguments, **named)):
         yield
 
 
 def run_settings(options: argparse.Namespace, settings: Mapping[str, str | int]) -> dict[str, str]:
-    """The settings of a run in OUTPUT_DIR=`options.run`: three steps of 12 prompts x 8 completions beside vLLM, unless
-    `settings` say otherwise."""
+    """The settings of a run in OUTPUT_DIR=`options.run`: those of COMMON unless `settings` say otherwise."""
     paths = {"MODEL_ID": options.model, "DATA": options.data, "OUTPUT_DIR": Path(options.run).absolute()}
     common = split_settings(COMMON)
     if parse_value("DIRECT_ANSWERS", str(settings.get("DIRECT_ANSWERS", 0))):

@@ -27,8 +27,7 @@ WATCH_SECONDS = 0.5  # Between two looks at the host's memory.
 
 def many_child(options: argparse.Namespace) -> int:
     """Runs the entry point as one of torchrun's processes; returns its exit code. Rank 0 writes size and time of the
-    last of the largest sums over all GPUs, if there was one. A second, equal sum is timed: the first waits for slower
-    GPUs."""
+    last of the largest sums over all GPUs, if any. A second, equal sum is timed: the first waits for slower GPUs."""
     rank = os.environ["RANK"]  # Read here, as the entry point removes torchrun's variables.
     sums: list[tuple[int, float]] = []
 

@@ -6,8 +6,6 @@ from typing import Any
 
 
 def noise(completions: list[Any], **columns: Any) -> list[float]:
-    """A reward from 0 to 1 by the hash of a completion, text or messages: random weights never answer, and with equal
-    rewards nothing would be learned."""
-    return [
-        int(hashlib.sha256(str(completion).encode()).hexdigest()[:8], 16) / 0xFFFFFFFF for completion in completions
-    ]
+    """A reward from 0 to 1 by a completion's hash: random weights never answer, and equal rewards teach nothing."""
+    hashes = (hashlib.sha256(str(completion).encode()).hexdigest() for completion in completions)
+    return [int(digits[:8], 16) / 0xFFFFFFFF for digits in hashes]

@@ -56,8 +56,7 @@ TRAIN, CHAINS = "train.json", "chains.json"  # The run's command and seconds, an
 
 
 def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
-    """Writes OUT/data and OUT/model, with figures of the warm-up in OUT/model/warmup.json. Raises InputError where the
-    tokenizer is missing."""
+    """Writes OUT/data and OUT/model with the warm-up's figures. Raises InputError where the tokenizer is missing."""
     started, model_dir, recipe = time.perf_counter(), options.out / "model", scale.recipe
     if options.tokenizer is None and recipe.prompt == "full":
         raise InputError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
@@ -128,8 +127,7 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
 
 def chain_figures(run: Path, heldout: Path) -> record.Json:
     """How often the plans of the base model and of the adapter in `run` are the best action, in one chain for each
-    held-out prompt at EVAL_TEMPERATURE, and the expected reward of both models' answers behind both models' chains. The
-    answers are not sampled."""
+    held-out prompt at EVAL_TEMPERATURE, and the expected reward of both models' answers behind both models' chains."""
     options = argparse.Namespace(adapter=run, model=None, serve=False, csv=heldout, system=None)
     settings, files, rows = prepare(options)
     model = start_model(settings, files, run, read_machine(), use_vllm=False)
@@ -155,8 +153,7 @@ def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:
     """(what the trained model saves in the closed loop, whether the interval of `priced_kg` is above 0).
 
     A policy could save CO2 by leaving load unserved or the storage empty, so what counts is `priced_kg`
-    (docs/evaluation.md), per window, base minus trained, in pairs over windows.
-    """
+    (docs/evaluation.md), per window, base minus trained, in pairs over windows."""
     figures: list[Figure] = []
     for key, note in (("co2_kg", "emissions alone"), ("priced_kg", "and unserved load and storage at their price")):
         policies = [window["policies"] for window in plant["windows"]]
@@ -215,8 +212,7 @@ def collect(options: argparse.Namespace, log: Log) -> int:
 
 
 def prove(options: argparse.Namespace, scale: Scale) -> int:
-    """Runs the stages of --stage that are not complete, or all of them with --force; returns the exit code. Raises
-    InputError with every problem."""
+    """Runs the stages of --stage that are not complete, with --force all; returns the exit code. Raises InputError."""
     log: Log = partial(print, flush=True)
 
     def is_wanted(stage: str, complete: bool) -> bool:

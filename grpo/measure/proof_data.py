@@ -34,8 +34,7 @@ MID_RECIPE = Recipe(
     distances=((1, 2, 3, 4, 5, 6, 7, 8), (1, 8, 6, 11, 17, 26, 20, 3), (), (0,)), most_factor=2.0,
 )  # fmt: skip
 # PARITY=off: this model's predictions are so even that the check's adapter hardly changes the log-probs of fixed
-# tokens, and the check refuses a model where it sees no effect (0.0005 nats with the adapter, 0.0001 without, on an
-# H200).
+# tokens, and the check refuses a model where it sees no effect (on an H200 0.0005 nats with it, 0.0001 without).
 MID_RUN = """REWARDS=regret EVAL_SAMPLES=8 EVAL_STEPS=125 SEED=1 USE_VLLM=1 PARITY=off PROMPTS_PER_STEP=32
     NUM_GENERATIONS=8 MAX_COMPLETION_LEN=24 TOTAL_STEPS=200 LEARNING_RATE=7e-4 LR_SCHEDULER=linear LORA_R=32
     LORA_ALPHA=64 SAVE_STEPS=100"""

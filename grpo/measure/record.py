@@ -151,8 +151,7 @@ def plant_figures(plant: Json) -> list[Figure]:
 
 
 def fresh_folder(path: Path) -> Path:
-    """Makes an empty folder; one that an earlier measurement made is deleted first. Raises InputError for a folder that
-    no measurement made."""
+    """Makes an empty folder, in place of an earlier measurement's. Raises InputError for a folder of anything else."""
     if path.exists() and not (path / MARK).is_file():
         raise InputError(f"--run {path} exists, and no measurement made it: name another, or delete it yourself")
     shutil.rmtree(path, ignore_errors=True)

@@ -96,8 +96,7 @@ class RunWatch:
         stack.enter_context(intercept(Trainer, "learn", self.learn))
 
     def start_engine(self, start_engine: Function, *arguments: Any) -> Engine:
-        """Starts the engine, measures what it holds while it sleeps, makes its completions as long as they may be, and
-        takes the sums of the weights."""
+        """Starts the engine, measures what it holds asleep, lets no completion end early, and sums the weights."""
         before = free_gib()
         engine: Engine = start_engine(*arguments)
         self.asleep_gib = before - free_gib()

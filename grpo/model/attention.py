@@ -39,8 +39,7 @@ class Kernel(NamedTuple):
     forward(q, k, v, **shape) -> (out, lse) and backward(dout, q, k, v, out, lse, **shape) -> (dq, dk, dv). q and out
     are (Tq, Hq, D), k and v (Tk, Hkv, D), lse (Hq, Tq) float32 by the natural logarithm. The shape has the packages'
     names: cu_seqlens_q and cu_seqlens_k (S + 1,) int32, max_seqlen_q, max_seqlen_k, softmax_scale, and how many keys
-    before and after its own position a query sees, window_size_left (-1 means no limit) and window_size_right.
-    """
+    before and after its own position a query sees, window_size_left (-1 means no limit) and window_size_right."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, ...]]
@@ -108,16 +107,14 @@ def flash_attention_3() -> Kernel:
 
 
 # Each function imports its package. A new one is a value of ATTN_IMPL only if FLASH_PACKAGES in grpo/plan/machine.py
-# lists it too; the setting's text, docs/learner.md and docs/install.md name it. tests/model/test_attention_packages.py
-# has a stand-in for each package.
+# lists it too; the setting's text, docs/learner.md and docs/install.md name it, and a test has a stand-in for it.
 KERNELS = {kernel.__name__: kernel for kernel in (torch_flash, flash_attention_2, flash_attention_3)}
 
 
 def install_attention(attention: str) -> str:
     """Register this project's attention with transformers; return the name under which a model finds it.
 
-    https://huggingface.co/docs/transformers/attention_interface
-    """
+    https://huggingface.co/docs/transformers/attention_interface"""
     if attention not in KERNELS:
         return attention
     KERNELS[attention]()  # A package that is missing or broken raises here, before weights are loaded.
@@ -143,8 +140,7 @@ class SinkAttention(torch.autograd.Function):
 
     A sink is one more score in the softmax's denominator, with a value of 0. With lse' = logaddexp(lse, sink) and
     out' = out * exp(lse - lse'), the kernel's own backward on (out', lse') computes P' = exp(S - lse') and
-    dS = P' * (dP - rowsum(dout * out')), which is the gradient of the wider softmax.
-    """
+    dS = P' * (dP - rowsum(dout * out')), which is the gradient of the wider softmax."""
 
     @staticmethod
     def forward(ctx, q, k, v, sink, batch, kernel, scale, window):
@@ -171,7 +167,6 @@ class SinkAttention(torch.autograd.Function):
 
 
 def unwrap_peft(model: torch.nn.Module) -> PreTrainedModel:
-    """The model without PEFT's wrapper."""
     return cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
 
 

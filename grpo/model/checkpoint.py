@@ -30,8 +30,7 @@ def new_directory(out: Path) -> Iterator[Path]:
     """Yield an empty sibling of `out` that becomes `out` by a rename if the body succeeds and is removed if not.
 
     Files of a killed process in the sibling are deleted first. Raises InputError if `out` is not empty, or if another
-    process holds the lock on the sibling; the system releases it when that process ends.
-    """
+    process holds the lock on the sibling; the system releases it when that process ends."""
     out = out.absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not empty: remove it, or choose another folder")
@@ -57,8 +56,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
     The tensors are those of transformers' own model in BF16. With a quantization_config the expert matrices are in
     MXFP4, and then transposed relative to the modules: rows are outputs, the quantized last dimension is the input,
-    and the rows of gate_up_proj alternate between gate and up.
-    """
+    and the rows of gate_up_proj alternate between gate and up."""
     own = GptOssConfig.from_dict(copy.deepcopy(dict(config)))  # It writes rope_theta into rope_scaling.
     quantized = getattr(own, "quantization_config", None) is not None
     with torch.device("meta"):
@@ -99,11 +97,9 @@ def write_tensors(directory: Path, expected: Mapping[str, torch.Tensor], make: M
     """Write the tensors that `make` supplies for `expected` (meta tensors by name) to shards of SHARD_BYTES, with an
     index. Memory holds one shard at a time."""
     split = split_torch_state_dict_into_shards(dict(expected), max_shard_size=SHARD_BYTES)
-    for filename, names in split.filename_to_tensors.items():
+    for file, names in split.filename_to_tensors.items():
         # No variable refers to the tensors, because it would keep a shard in memory while the next one is made.
-        save_file(
-            {name: make(name, expected[name]).contiguous() for name in names}, directory / filename, {"format": "pt"}
-        )
+        save_file({name: make(name, expected[name]).contiguous() for name in names}, directory / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(directory / WEIGHTS_INDEX, index)

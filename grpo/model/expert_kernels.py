@@ -122,8 +122,7 @@ def e2m1_to_float32(bits, power):
 
 @triton.jit
 def two_weights(low, high, power):
-    """Two weights as the BF16 halves of one int32, `low` first, from the bits that `first_code` and `second_code`
-    return."""
+    """Two weights as the BF16 halves of one int32, `low` first, from the bits of `first_code` and `second_code`."""
     # Every value fits into a BF16 exactly, subnormal ones included, so cutting off a float32 does not round.
     low = e2m1_to_float32(low, power).to(tl.uint32, bitcast=True)
     high = e2m1_to_float32(high, power).to(tl.uint32, bitcast=True)
@@ -149,8 +148,7 @@ def dequantize_swizzled(
 
     In `values` 16 rows take 4 lines, and 64 of their columns take 32 words of each line. Half t % 2 of line t // 2
     belongs to the rows t and t + 8: its word [u, v] of (4, 4) holds the two weights of byte 8 v + u and of byte 8 v + u
-    + 4, for both rows. In `scales` 16 rows take half of a line, and a short holds the scales of rows t and t + 8.
-    """
+    + 4, for both rows. In `scales` 16 rows take half of a line, and a short holds the scales of rows t and t + 8."""
     row_block = tl.program_id(1)
     expert = tl.program_id(2).to(tl.int64)
     values += (expert * value_lines + row_block * 4) * value_words

@@ -20,8 +20,7 @@ FEW_TOKENS = 256  # Up to this number of tokens, reading the weights takes longe
 
 class QuantizedExperts(torch.nn.Module):
     """A stand-in for a layer's GptOssExperts that keeps the MXFP4 tensors of the checkpoint, under their names there.
-    If not `packed`, it has no weights and cannot compute until grpo/rollout/shared_weights.py lends it those of
-    vLLM."""
+    If not `packed`, it has no weights and cannot compute until grpo/rollout/shared_weights.py lends it vLLM's."""
 
     is_transposed = True  # PEFT reads this attribute: the weights are (E, in, out), as in GptOssExperts
     dequantize_again = False  # whether the backward pass dequantizes again (FrozenProduct)
@@ -31,8 +30,7 @@ class QuantizedExperts(torch.nn.Module):
 
     def __init__(self, config: GptOssConfig, packed: bool = True) -> None:
         super().__init__()
-        # Matrix -> arguments of `dequantize_swizzled`. They are no buffers, which would be moved and saved with the
-        # model.
+        # Matrix -> arguments of `dequantize_swizzled`, not as buffers, which are moved and saved with the model.
         self.shared: dict[str, tuple[Tensor, Tensor, int, int]] = {}
         count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
         for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
@@ -59,8 +57,7 @@ def experts_forward(module: Experts, hidden_states: Tensor, top_k_index: Tensor,
     """transformers' experts interface: `hidden_states` (N, H), `top_k_index` and `top_k_weights` (N, k) -> (N, H).
 
     The weights get no gradient. `module.adapters`, if it is set, holds factors A (E, in, r) and B (E, r, out) by the
-    name of a parameter, to which their product is added.
-    """
+    name of a parameter, to which their product is added."""
     hidden, adapters = hidden_states.to(module.gate_up_proj_bias.dtype), getattr(module, "adapters", {})
     few = len(hidden) <= FEW_TOKENS and not torch.is_grad_enabled()
     fused = few and hidden.is_cuda and not adapters and hasattr(module, "gate_up_proj_blocks")
@@ -120,8 +117,7 @@ def routed_experts(
     module: Experts, hidden: Tensor, index: Tensor, weights: Tensor, adapters: Adapters, fused: bool
 ) -> Tensor:
     """Apply each token's experts, on a GPU with `packed_product` if `fused`. Else the result has the same bits as with
-    transformers' grouped_mm experts: the products and the roundings to BF16 between them are the same, but two kernels
-    take the place of twenty."""
+    transformers' grouped_mm experts: products and roundings to BF16 are the same, but two kernels replace twenty."""
     expert, order = index.flatten().sort()  # (S,), S = N * k: token-expert pairs, by expert
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     count, top_k = module.gate_up_proj_bias.shape[0], index.shape[1]
@@ -146,10 +142,8 @@ class FrozenProduct(torch.autograd.Function):
     """(S, in) rows, sorted by expert, times the weights `name` of their expert, which get no gradient: (S, out). `offs`
     (E,) holds the end of each expert's rows.
 
-    With gradient checkpointing, autograd keeps the dequantized weights of a single layer. Without it, the backward pass
-    dequantizes them again, because those of all layers would take 36 GiB in gpt-oss-20b; likewise if a single layer's
-    do not fit (`module.parts`).
-    """
+    With gradient checkpointing, autograd keeps the dequantized weights of a layer. Without it, or if these do not fit
+    (`module.parts`), the backward pass dequantizes again: those of all layers take 36 GiB in gpt-oss-20b."""
 
     @staticmethod
     def forward(ctx, module, name, rows, offs):
@@ -261,8 +255,7 @@ def dequantize_swizzled(values: Tensor, scales: Tensor, rows: int, columns: int)
 
     vLLM's tensors are uint8 `values` (E, columns * 2, rows / 4) and `scales` (E, columns, rows / 32), views of their
     transposes, padded to whole tiles, in triton_kernels' layouts HOPPER_VALUE and, for 8 warps, HOPPER_SCALE. Raises
-    RuntimeError for tensors that are too small.
-    """
+    RuntimeError for tensors that are too small."""
     # A word holds 8 weights, a short 2 scales.
     words, shorts = values.mT.view(torch.int32), scales.mT.view(torch.int16)
     out = torch.empty(len(words), rows, columns, dtype=torch.bfloat16, device=words.device)

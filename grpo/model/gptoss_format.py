@@ -21,8 +21,7 @@ TINY: Sizes = {name: size for name, size in read_json(TINY_PATH / "config.json")
 # MXFP4 holds four-bit floats (e2m1) in blocks of 32 that share a power-of-two scale. These are the magnitudes in the
 # order of their codes; bit 3 of a code is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Halfway points between these magnitudes. A tie goes to the even code: those at 0.25, 1.25, 2.5 and 5.0 round down, the
-# others up.
+# Halfway points between these. A tie goes to the even code: those at 0.25, 1.25, 2.5 and 5.0 round down, others up.
 E2M1_EDGES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 E8M0_BIAS = 127
 E2M1_MAX_EXPONENT = 2  # 6.0 = 1.5 * 2**2
@@ -35,8 +34,7 @@ def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     even, and saturate at 6 times the scale. Values that MXFP4 can represent come back exactly, signed zeros included.
 
     A float tensor (..., K) becomes the blocks, uint8 (..., K/32, 16), two codes to a byte, the element with the even
-    index in the low four bits, and the scales, uint8 (..., K/32), exponents with a bias of 127 (e8m0).
-    """
+    index in the low four bits, and the scales, uint8 (..., K/32), exponents with a bias of 127 (e8m0)."""
     # float64 because 2**-128, a code of 0.5 under the smallest scale, is subnormal in float32 and may be flushed.
     values = weight.detach().to(torch.float64).unflatten(-1, (-1, BLOCK))
     largest = values.abs().amax(dim=-1)
@@ -76,8 +74,7 @@ def config_dict(sizes: Sizes, token_ids: Mapping[str, int] | None = None) -> dic
     """`config.json` of a gpt-oss of these `sizes`: data/tiny's, which has the keys and the spelling of
     openai/gpt-oss-20b. Even layers attend within the sliding window, odd ones to everything.
 
-    `token_ids` are those of `SPECIAL_TOKENS`; without them all are 0, which is enough to count parameters.
-    """
+    `token_ids` are those of `SPECIAL_TOKENS`; without them all are 0, which is enough to count parameters."""
     token_ids = token_ids or dict.fromkeys(SPECIAL_TOKENS, 0)
     layers = range(sizes["num_hidden_layers"])
     return {

@@ -68,8 +68,7 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
     head are a single NaN, expanded.
 
     QuantizedExperts replace the experts of transformers, whose MXFP4 kernels have no backward pass. Raises ValueError
-    if the checkpoint's tensors do not match the model.
-    """
+    if the checkpoint's tensors do not match the model."""
     config = AutoConfig.from_pretrained(model_path)
     del config.quantization_config
     with torch.device("meta"):
@@ -77,12 +76,10 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
         for layer in model.model.layers:
             layer.mlp.experts = QuantizedExperts(config, packed)
     expected, tensors = model.state_dict(), {}
-    lent: tuple[str, ...] = ()
-    if not packed:
-        lent = ("_blocks", "_scales", *VOCAB_WEIGHTS)
-        for name in VOCAB_WEIGHTS:
-            nan = torch.full((), math.nan, dtype=expected[name].dtype, device=device)
-            tensors[name] = nan.expand(expected[name].shape)
+    lent: tuple[str, ...] = () if packed else ("_blocks", "_scales", *VOCAB_WEIGHTS)
+    for name in VOCAB_WEIGHTS if lent else ():
+        nan = torch.full((), math.nan, dtype=expected[name].dtype, device=device)
+        tensors[name] = nan.expand(expected[name].shape)
     for shard in sorted(Path(model_path).glob("model*.safetensors")):  # the pattern excludes an adapter in this folder
         try:
             with safe_open(shard, "pt", device=device) as file:
@@ -109,12 +106,10 @@ def load_generation_config(model_path: str) -> GenerationConfig:
 
 
 def dequantize_experts(model: PreTrainedModel) -> None:
-    """Dequantize the experts of `load_quantized` to BF16, layer by layer, into GptOssExperts as transformers
-    has them.
+    """Dequantize the experts of `load_quantized` to BF16, layer by layer, into transformers' own GptOssExperts.
 
     The values equal those of `Mxfp4Config(dequantize=True)`, which however fragments torch's allocator: some 8 GiB of
-    an H100 would be unavailable to vLLM as long as the trainer exists. On a GPU the weights are transposed views.
-    """
+    an H100 would be unavailable to vLLM as long as the trainer exists. On a GPU the weights are transposed views."""
     for layer in model.model.layers:
         quantized = layer.mlp.experts
         with torch.device("meta"):
@@ -131,8 +126,7 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
     """The base model in BF16 on the GPU, or on the CPU where there is none, with this project's attention and experts.
 
     With `experts` = `bf16` MXFP4 experts are dequantized, with `mxfp4` and `paged` they stay quantized, and with
-    `shared` neither they nor embeddings and head are loaded, because vLLM lends its own.
-    """
+    `shared` neither they nor embeddings and head are loaded, because vLLM lends its own."""
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
     is_small = count_parameters(config)["total"] <= MOST_ON_ONE_THREAD
     if is_small and not torch.cuda.is_available() and not os.environ.get("OMP_NUM_THREADS"):

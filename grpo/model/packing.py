@@ -19,8 +19,7 @@ class PackedBatch:
     R rows of T tokens are padded at their ends. A row holds groups one after the other. A group is a prompt and,
     behind it, its completions, each of which attends to the prompt and, causally, to itself, as if it stood alone.
     Kernels take a single row (R = 1) with keys gathered for each of S segments (a prompt or a completion); eager
-    attention takes a mask.
-    """
+    attention takes a mask."""
 
     ids: Tensor  # (R, T) int64
     positions: Tensor  # (R, T) int64, counted from the start of each group's prompt
@@ -92,8 +91,7 @@ def cut_micro_batches(
     prompts: Sequence[Hashable], lengths: Sequence[tuple[int, int]], most_tokens: int, share: bool
 ) -> list[list[int]]:
     """The indices of the completions in each micro-batch, which has at most `most_tokens` tokens or a single
-    completion. `lengths` are (prompt, completion) in tokens. With `share`, a micro-batch computes equal prompts only
-    once.
+    completion. `lengths` are (prompt, completion) in tokens. With `share` equal prompts are computed once.
 
     >>> cut_micro_batches("aab", [(10, 5), (10, 5), (10, 5)], most_tokens=20, share=True)
     [[0, 1], [2]]

@@ -36,8 +36,7 @@ TEXT_TOKENS = 8  # tokens of each prompt in the loss, drawn anew at every step: 
 def fast_experts(module: GptOssExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """All experts on all tokens (N, H) in three matrix products; experts that the router did not choose have weight 0.
 
-    With 4 of 8 experts half of the arithmetic is wasted, but it is still faster than a loop over experts.
-    """
+    With 4 of 8 experts half of the arithmetic is wasted, but it is still faster than a loop over experts."""
     experts, hidden, _ = module.gate_up_proj.shape
 
     def project(columns: slice) -> Tensor:
@@ -90,13 +89,11 @@ TINY_RECIPE = Recipe(
 
 def new_model(recipe: Recipe, tokenizer: Tokenizer) -> GptOssForCausalLM:
     """A gpt-oss in float32 with `fast_experts`, and initial weights from which reading is learned quickly."""
-    config = gptoss.config_dict(recipe.sizes, special_token_ids(tokenizer))
-    config.pop("quantization_config")
+    values = gptoss.config_dict(recipe.sizes, special_token_ids(tokenizer))
+    values.pop("quantization_config")
+    config = GptOssConfig.from_dict(values)
     model = GptOssForCausalLM._from_config(
-        GptOssConfig.from_dict(config),
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation=WARMUP_EXPERTS,
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation=WARMUP_EXPERTS
     )
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(0.0, 0.1)
@@ -117,8 +114,7 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer) -> GptOssForCausalLM:
 def init_number_embeddings(model: GptOssForCausalLM, tokenizer: Tokenizer) -> None:
     """Give number tokens embeddings that vary smoothly with the number, with and without a blank before it.
 
-    A warm-up sees each number too rarely to learn by itself that 37 is close to 38.
-    """
+    A warm-up sees each number too rarely to learn by itself that 37 is close to 38."""
     texts = [f"{n:0{width}d}" for width in (1, 2, 3) for n in range(10**width)]
     numbers = {tokenizer.token_to_id(before + text): float(text) for text in texts for before in ("", "\u0120")}
     numbers.pop(None, None)  # Numbers without a token of their own have the id None.
@@ -138,8 +134,7 @@ def init_attention_heads(model: GptOssForCausalLM, distances: Sequence[Sequence[
     Fewer distances than heads are repeated; an empty list leaves a layer unchanged. Later layers find a number by the
     word before it, so heads that join the two are needed first, but learning them from random weights takes longest.
     The biases of q and k are set in the high-frequency pairs of RoPE, the key's at angle 0, the query's turned back by
-    the distance: their product peaks there.
-    """
+    the distance: their product peaks there."""
     rotary, size = model.model.rotary_emb, model.config.head_dim
     pairs = [n for n in range(size // 2) if rotary.inv_freq[n] > 0.08]
     turns = rotary.inv_freq[pairs].float()
@@ -189,14 +184,12 @@ def answer_log_probs(
 
 
 def figures(model: GptOssForCausalLM, rows: WarmupTensors, limit: int | None = None) -> dict[str, float]:
-    """The expected figures of sampling at temperature 1 on up to `limit` rows, computed from the probabilities of the
-    four answers.
+    """The expected figures of sampling at temperature 1 on up to `limit` rows, from the four answers' probabilities.
 
     `parse_rate` is the probability of an answer `[k]` in the final channel; `reward` the mean reward, where an
     unparseable answer counts 0; `greedy` that of the likeliest action; `random`, `best_constant` and `oracle`
     those of reference policies on the same rows. For a reasoning model they are sums over chains with the right numbers
-    and any of the four plans; `numbers` is the probability of these numbers, `follows` that of the planned action.
-    """
+    and any of the four plans; `numbers` is the probability of these numbers, `follows` that of the planned action."""
     stride = max(1, len(rows) // limit) if limit else 1
     indices, parts, chains = torch.arange(0, len(rows), stride)[:limit], [], []
     reasons = len(rows.choices) > 1
@@ -227,11 +220,9 @@ def figures(model: GptOssForCausalLM, rows: WarmupTensors, limit: int | None = N
 class WarmUp:
     """Supervised training, in which the model learns to read prompts but not which action is better.
 
-    It learns well-formed answers that name each action with the same probability for every prompt; the
-    plans of a reasoning model are as uniform, and an answer follows its plan with the probability `follow`. A linear
-    `probe`, which is discarded afterwards, predicts the rows' readings from a middle layer's state at the first token
-    that names an action.
-    """
+    It learns well-formed answers that name each action with the same probability for every prompt; the plans of a
+    reasoning model are as uniform, and an answer follows its plan with the probability `follow`. A linear `probe`,
+    discarded afterwards, predicts the rows' readings from a middle layer's state at the first action's token."""
 
     def __init__(self, model: GptOssForCausalLM, rows: WarmupTensors, recipe: Recipe, seed: int) -> None:
         self.model, self.rows, self.recipe = model, rows, recipe
@@ -252,8 +243,7 @@ class WarmUp:
         return min(1.0, max(self.elapsed / self.recipe.seconds, self.step / self.recipe.steps))
 
     def losses(self, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of the `picked` rows (B,) without that of their readings, and the readings (B, R) that the probe
-        predicts."""
+        """The loss of the `picked` rows (B,) without readings, and the readings (B, R) that the probe predicts."""
         rows, size = self.rows, len(picked)
         ids, lengths = rows.batch(picked)
         before = lengths - len(rows.answer)
@@ -311,8 +301,7 @@ def write_warmed_up(
     """Make a model on `device`, warm it up by the `recipe` and write its checkpoint into `directory`.
 
     Returns its `figures` after reading, right after the experts were rounded to MXFP4, and as stored, then the rows
-    that they were measured on. Raises InputError for a tokenizer that does not fit.
-    """
+    that they were measured on. Raises InputError for a tokenizer that does not fit."""
     # Rows are made first, because their worker processes must start before CUDA and the tokenizer's threads do.
     row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows, recipe.most_factor)
     rows, probe = (WarmupTensors(row_set, tokenizer, device, recipe.follow is not None) for row_set in row_sets)
@@ -347,8 +336,7 @@ def write_tiny(out: Path, recipe: Recipe = TINY_RECIPE, seed: int = 0, log: Log 
 
     Its tokenizer is that of data/tiny: every integer from 0 to 200 is a token of its own, with and without the space
     before, so that prompts are short and numbers are easy to read. The same seed gives the same model on the same
-    machine. Raises InputError before training, as `new_directory` does.
-    """
+    machine. Raises InputError before training, as `new_directory` does."""
     with new_directory(out) as directory, torch.random.fork_rng([]):
         stages, _ = write_warmed_up(directory, recipe, read_tokenizer(TINY_PATH), "cpu", seed, log)
         write_json(directory / "warmup.json", {"seed": seed, "steps": recipe.steps, **stages["stored"]})

@@ -46,8 +46,7 @@ def readings(state: State) -> list[float]:
     """The numbers that a prompt states or implies; none of them says which action is better.
 
     They are the energies [kWh] that each action would store, lose to a full storage or fail to serve, and features of
-    hour, CO2 intensities and loads that a decision may depend on.
-    """
+    hour, CO2 intensities and loads that a decision may depend on."""
     now = HOURS.index(state.stamp.hour)
     load, co2, later = state.load_kw[now], state.co2[now], state.co2[now + 1 :]
     balance = state.energy_kwh + PLANT.outputs_kw - load
@@ -84,8 +83,7 @@ def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
     """A row for every decision of a range of windows, and for ten hours of shortage in each. `job` is (first seed,
     number of windows, kind of prompt, largest factor of a day's load).
 
-    Each window has its own seed and one of a year's dates, so that no row repeats and dates carry no information.
-    """
+    Each window has its own seed and one of a year's dates, so that no row repeats and dates carry no information."""
     first, count, kind, most = job
     rows = []
     for seed in range(first, first + count):
@@ -118,8 +116,7 @@ class WarmupTensors:
     `answer` has the tokens that a row ends in: `ANSWER_BEFORE`, action 0, `ANSWER_AFTER`, behind a `CHAIN` where
     the model `reasons`. `choices` are the indices in it of the plan, if there is a chain, and of the action;
     `actions` the tokens that name the actions at each of these. `numbers` are the indices of the chain's numbers, which
-    vary by row, and `fixed` those of the other tokens.
-    """
+    vary by row, and `fixed` those of the other tokens."""
 
     def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, device: str, reasons: bool = False) -> None:
         def answer(action: int, numbers: Sequence[str]) -> list[int]:
@@ -138,9 +135,8 @@ class WarmupTensors:
         ends = [answer(0, stated_numbers(row.prompt)) if reasons else self.answer for row in rows]
         if {len(end) for end in ends} != {len(self.answer)}:
             raise InputError("the tokenizer splits numbers below 1000: a chain of thought needs the o200k one")
-        ids = [
-            torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in zip(encodings, ends, strict=True)
-        ]
+        pairs = zip(encodings, ends, strict=True)
+        ids = [torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in pairs]
         self.ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
         self.lengths = torch.tensor([len(row) for row in ids], device=device)
         self.rewards = torch.tensor([row.rewards for row in rows], device=device)

@@ -14,10 +14,9 @@ BATCHED_TOKENS = 8192  # Tokens of one prefill step of vLLM.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # The values that vLLM takes as max_lora_rank.
 PADDED = 1.08  # Size of the experts in vLLM relative to the checkpoint's: some kernels pad them by up to a tenth.
 SWIZZLED = 1.035  # The same in the only layout that the learner can read (measured: 1.032).
-# vLLM lays experts out anew while it loads them, inside a pool that gives nothing back until all are loaded. Of
-# gpt-oss-20b 4.5 GiB stay in the pool until then (measured), of gpt-oss-120b, laid out in parts of the same size, at
-# most 4.1 with the CUDA context (by the peak of docs/results/experts-120b-h100.json): the size of a part counts, not
-# that of a layer.
+# vLLM lays experts out anew while it loads them, in a pool that gives nothing back until the end. Of gpt-oss-20b 4.5
+# GiB stay in the pool until then (measured), of gpt-oss-120b, laid out in parts of the same size, at most 4.1 with the
+# CUDA context (by the peak of docs/results/experts-120b-h100.json): the size of a part counts, not that of a layer.
 LOADING_PARTS = 11.4
 SWIZZLED_AT_ONCE = 32  # Experts of a matrix in a part (grpo/rollout/vllm_patches.py).
 DRAFT_TOKENS = 3  # Tokens that a draft model guesses in each decoding step.

@@ -131,8 +131,7 @@ def find_draft(folder: str, config: ModelConfig | None, problems: Problems) -> D
     except (OSError, ValueError) as error:
         problems.add(where, one_line(str(error), 500), fix)
         return None
-    # A draft with other heads for keys and values would give each layer of the model a block table of its own
-    # (vllm/v1/core/kv_cache_utils.py).
+    # A draft with other key-value heads would give each layer its own block table (vllm/v1/core/kv_cache_utils.py).
     names = ("hidden_size", "vocab_size", "num_key_value_heads", "head_dim")
     fitting = {name: config[name] for name in names} if config else {}
     wrong = [f"{name} is {shape.get(name)}, not {size}" for name, size in fitting.items() if shape.get(name) != size]

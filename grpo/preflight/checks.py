@@ -150,9 +150,7 @@ def check_top_p(settings: Settings, use_vllm: bool, problems: Problems) -> None:
     the nucleus, whose probability is then missing in each ratio (https://github.com/huggingface/trl/issues/6789)."""
     shares = settings.steps_per_rollout > 1
     if settings.TOP_P < 1 and use_vllm and (shares or settings.IS_CORRECTION != "none"):
-        fault = (
-            "vLLM renormalizes its log-probs over the nucleus, the learner does not: all importance ratios are wrong"
-        )
+        fault = "vLLM renormalizes log-probs over the nucleus, the learner does not: all importance ratios are wrong"
         problems.add("TOP_P", fault, "Set TOP_P=1" if shares else "Set TOP_P=1, or IS_CORRECTION=none")
 
 
@@ -310,17 +308,15 @@ RECORDED = {
 
 def run_records(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
     """The contents of settings.json (every setting, every choice and its reason) and versions.json, by file name."""
-    settings, config = resolved.settings, resolved.config
-    chosen: dict[str, Any] = {
-        name: [getattr(resolved, field), resolved.reasons[field]] for name, field in RECORDED.items()
-    }
+    settings, config, reasons = resolved.settings, resolved.config, resolved.reasons
+    chosen: dict[str, Any] = {name: [getattr(resolved, field), reasons[field]] for name, field in RECORDED.items()}
     chosen |= {
-        "sync": [settings.ROLLOUT_SYNC, resolved.reasons["rollout_sync"]],
-        "experts": [settings.EXPERTS, resolved.reasons["experts"]],
-        "gradient_checkpointing": [settings.GRADIENT_CHECKPOINTING, resolved.reasons["gradient_checkpointing"]],
+        "sync": [settings.ROLLOUT_SYNC, reasons["rollout_sync"]],
+        "experts": [settings.EXPERTS, reasons["experts"]],
+        "gradient_checkpointing": [settings.GRADIENT_CHECKPOINTING, reasons["gradient_checkpointing"]],
         "lora_targets": list(target_lines(settings.LORA_TARGETS, config, settings.LORA_R)) if config else None,
         "init_adapter": resolved.adapter.digest,
-        "heldout": [len(resolved.eval_rows), resolved.reasons["heldout"]],
+        "heldout": [len(resolved.eval_rows), reasons["heldout"]],
         "plan": dataclasses.asdict(resolved.plan) if resolved.plan else None,
     }
     settings_json = {

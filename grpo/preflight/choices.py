@@ -157,7 +157,7 @@ def choose_exact(
     sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
     if not settings.EVAL_EXACT:
         return False, f"{sampled}: EVAL_EXACT=0"
-    if settings.DIRECT_ANSWERS and not why_sampled:
+    if settings.DIRECT_ANSWERS and has_rewards and not why_sampled:
         return True, "all answers by their probability: with DIRECT_ANSWERS one forward pass gives it"
     if use_vllm:
         return False, f"{sampled}: vLLM generates"

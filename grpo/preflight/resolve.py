@@ -46,7 +46,6 @@ class Facts:
 
     @property
     def config(self) -> ModelConfig | None:
-        """The model's config.json."""
         return self.files.config if self.files else None
 
     @property

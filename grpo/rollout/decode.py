@@ -46,11 +46,9 @@ def decode(
     **inputs: Any,
 ) -> Tensor:
     """Ids (B, L + C) of prompts (B, L), padded on the left, and their completions. transformers' generate prepares the
-    arguments and calls this function as `custom_generate`. It draws tokens and ends rows as transformers' own loop
-    does.
+    arguments and calls this function as `custom_generate`. It draws tokens and ends rows as their own loop.
 
-    https://huggingface.co/docs/transformers/generation_strategies#custom-generation-methods
-    """
+    https://huggingface.co/docs/transformers/generation_strategies#custom-generation-methods"""
     assert generation_config.max_length is not None
     step = DecodingStep(model, inputs["attention_mask"], generation_config.max_length - 1)
     logits = step.prefill(input_ids, inputs["attention_mask"])
@@ -93,8 +91,7 @@ class DecodingStep:
 
     It is the model's key-value cache as well. Each layer has a ring buffer: column c of the padded rows lies in slot c
     modulo the layer's size, which is the number of columns or the sliding window. Rows that have ended are still
-    computed: a step with few rows takes hardly less time, because it mostly reads the experts' weights.
-    """
+    computed: a step with few rows takes hardly less time, because it mostly reads the experts' weights."""
 
     graphs = True  # A capture that fails sets this to False for the whole process.
 
@@ -117,8 +114,7 @@ class DecodingStep:
 
     def prefill(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         """Fills the cache with prompts `input_ids` and `mask` (B, L) and returns the logits (B, V) after them. Equal
-        prompts are computed once, and each alone: eager attention over all together would take more memory than
-        anything else."""
+        prompts are computed once, and each alone: eager attention over all would take more memory than all else."""
         prompts, owner = torch.cat([input_ids, mask], 1).unique(dim=0, return_inverse=True)
         logits = []
         for number, (ids, kept) in enumerate(prompt.chunk(2) for prompt in prompts):

@@ -41,9 +41,8 @@ def choose_tokens(
     with evaluating(base):
         for indices in with_progress("choosing answers", micro_batches, "micro-batch", len(micro_batches), 1, LINE_S):
             # Packing needs a completion behind each prompt. Its token changes nothing, because nothing attends to it.
-            packed = pack_batch(
-                [prompts[i] for i in indices], [[0]] * len(indices), share, attention in KERNELS, base.device
-            )
+            batch = [prompts[i] for i in indices]
+            packed = pack_batch(batch, [[0]] * len(batch), share, attention in KERNELS, base.device)
             logits = base.get_output_embeddings()(hidden_states(base, packed, attention)).float()  # (b, V)
             rows = torch.tensor(indices, device=base.device)[packed.rows]
             if temperature:

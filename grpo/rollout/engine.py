@@ -59,8 +59,7 @@ def gpu_used_gib() -> float:
 
 def vllm_modules(experts: bool) -> list[str]:
     """The modules to which vLLM applies an adapter; with `experts` also the experts of every layer. vLLM silently
-    ignores an adapter's other modules. Without a list it would allocate buffers and compile kernels for the router as
-    well."""
+    ignores an adapter's other modules. Without a list it would allocate buffers and compile kernels for the router."""
     return ["qkv_proj", "o_proj", "experts"] if experts else ["qkv_proj", "o_proj"]
 
 
@@ -220,9 +219,7 @@ class Engine:
             else:
                 # vLLM's worker is this process, so tensors pass by reference.
                 seed = s.SEED if seed is None else seed
-                (self.sync_share,) = self.llm.apply_model(
-                    lambda model: sync_merged_weights(model, policy, seed, active)
-                )
+                (self.sync_share,) = self.llm.apply_model(lambda vllm: sync_merged_weights(vllm, policy, seed, active))
                 self.llm.reset_prefix_cache()  # The cache was computed with other weights.
 
     def use_adapter(self, folder: Path | None) -> None:

@@ -38,8 +38,7 @@ SHARE_LIMIT = 0.01
 
 
 def check_mismatch(trainer: Any) -> None:
-    """Stops before the first step unless vLLM and the trainer (a `Trainer` with an engine) give the same log-probs for
-    the same adapter.
+    """Stops before the first step unless vLLM and the trainer (a `Trainer` with an engine) give the same log-probs.
 
     The adapter of a fresh run is zero and would prove nothing, so a strong random one takes its place for the test.
     Fixed tokens test the engine's prefill, sampled ones its decoding. Both are repeated after a sleep and with
@@ -49,18 +48,13 @@ def check_mismatch(trainer: Any) -> None:
     The update of a single step is too small to change log-probs visibly. Instead, the check measures which share of
     such an update arrives in the engine's weights.
 
-    Raises ParityError. Logs mean and maximum of |difference| in nats.
-    """
+    Raises ParityError. Logs mean and maximum of |difference| in nats."""
     s: Settings = trainer.run.settings
     if s.PARITY == "off":
         log.warning(banner_text("PARITY=off: nothing checks that vLLM generates with the adapter that is trained"))
         return
-    check = MismatchCheck(trainer)
-    with (
-        Phase("train/inference mismatch check"),
-        evaluating(check.policy),
-        strong_adapter(check.policy, s.SEED) as matrices,
-    ):
+    check, policy = MismatchCheck(trainer), trainer.model
+    with Phase("train/inference mismatch check"), evaluating(policy), strong_adapter(policy, s.SEED) as matrices:
         for moment in ("before the first step", "after a sleep"):
             check.compare(moment)
             with torch.no_grad():
@@ -136,8 +130,7 @@ class MismatchCheck:
         return means | {"max": difference.max().item()}
 
     def difference_without_adapter(self) -> str:
-        """A sentence on how far engine and trainer differ without an adapter: it tells whether the adapter is the
-        cause."""
+        """A sentence on how far both differ without an adapter: it tells whether the adapter is the cause."""
         self.engine.wake()
         self.engine.sync_weights(self.policy, active=False)
         scored = self.engine.score(self.fixed)
@@ -162,8 +155,7 @@ class MismatchCheck:
 
 @torch.no_grad()
 def fill_with_small_update(matrices: Sequence[torch.Tensor], size: float, seed: int) -> None:
-    """Fills matrices B with plus or minus `size` at random. AdamW's first step leaves such matrices, with the learning
-    rate as the size."""
+    """Fills matrices B with plus or minus `size` at random, as AdamW's first step does with the learning rate."""
     generator = torch.Generator().manual_seed(seed)
     for b in matrices:
         b.copy_(torch.randint(2, b.shape, generator=generator) * (2 * size) - size)
@@ -171,8 +163,7 @@ def fill_with_small_update(matrices: Sequence[torch.Tensor], size: float, seed: 
 
 @contextlib.contextmanager
 def strong_adapter(policy: torch.nn.Module, seed: int) -> Iterator[list[torch.Tensor]]:
-    """Puts random matrices in place of the adapter's B, (out, r) of each layer, and yields these. After
-    the block, B is as before."""
+    """Puts random matrices in place of each layer's B (out, r) and yields these. After the block, B is as before."""
     layers, generator = list(lora_layers(policy).values()), torch.Generator().manual_seed(seed)
     matrices: list[torch.Tensor] = [layer.get_parameter("lora_B.default.weight") for layer in layers]
     kept = [b.detach().clone() for b in matrices]

@@ -59,7 +59,6 @@ class KeepBackend(CuMemBackend):
         torch.cuda.empty_cache()
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Wakes the allocations that sleep, whatever `tags` are. vLLM's own method would also map lent ones, which are
-        mapped already."""
+        """Wakes the allocations that sleep, whatever `tags` are. vLLM's own method would map lent ones again."""
         allocations = get_mem_allocator_instance().pointer_to_data.values()
         super().resume(sorted({data.tag for data in allocations if data.is_asleep}))

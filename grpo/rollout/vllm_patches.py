@@ -15,8 +15,7 @@ import triton
 from grpo.plan.engine import SWIZZLED_AT_ONCE
 from grpo.settings import log
 
-# TRL sets the same level of logging; with a lower one vLLM warns of every kernel that a rollout compiles
-# (vllm/envs.py).
+# TRL sets the same log level; with a lower one vLLM warns of every kernel that a rollout compiles (vllm/envs.py).
 VLLM_SWITCHES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 # vLLM redirects these for its own compilation (vllm/compilation/); the trainer's kernels must not follow.
 COMPILER_VARIABLES = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -61,8 +60,7 @@ def swizzle_in_parts() -> None:
     The temporaries of all 128 experts of a gpt-oss-120b matrix take 9 GiB beside the loaded model, and with sleep mode
     they stay in a pool that gives nothing back meanwhile: a card of 80 GB has no room for them. The experts of
     gpt-oss-20b are one part. https://github.com/vllm-project/vllm/issues/34877; TensorRT-LLM did the same in
-    https://github.com/NVIDIA/TensorRT-LLM/pull/16125.
-    """
+    https://github.com/NVIDIA/TensorRT-LLM/pull/16125."""
     details = importlib.import_module("triton_kernels.tensor_details.layout_details.hopper_value")
     layout = details.HopperMXValueLayout
     swizzle_whole = layout.swizzle_data
@@ -84,8 +82,7 @@ def compile_router_once() -> None:
 
     The stride is the number of tokens rounded up to 32, so every new size of a prefill compiled both kernels in the
     middle of a rollout, 1.2 s on an H100. Upstream repaired it in the same way, after the copy of triton_kernels that
-    vLLM 0.26 ships: https://github.com/triton-lang/triton/issues/10872.
-    """
+    vLLM 0.26 ships: https://github.com/triton-lang/triton/issues/10872."""
     # Imported by their full names, as `from triton_kernels import topk` would load vLLM's copy a second time.
     tensor, topk = map(importlib.import_module, ("triton_kernels.tensor", "triton_kernels.topk"))
     # The kernels are replaced in the globals of the functions that launch them.
@@ -105,8 +102,7 @@ def tune_decoding() -> None:
     decoding is 3 to 8% faster with 1 to 96 sequences.
 
     Only tiles of 16 rows are tuned, gpt-oss-20b's for up to 135 tokens: larger ones would spill. triton_kernels' own
-    update_opt_flags_constraints knows neither the size nor these two flags (matmul_ogs_details/opt_flags.py).
-    """
+    update_opt_flags_constraints knows neither the size nor these two flags (matmul_ogs_details/opt_flags.py)."""
     scope = importlib.import_module("triton_kernels.matmul_ogs").matmul_ogs.__globals__
     choose = scope["make_opt_flags"]
     if torch.cuda.get_device_capability()[0] != 9 or hasattr(choose, "__wrapped__"):

@@ -78,8 +78,7 @@ def sync_merged_weights(model: Module, policy: Module, seed: int, active: bool =
 
     Returns the share of the update that the weights then contain, and the standard error that the rounding gives it;
     None if the adapter is zero or not `active`. The base is only read: PEFT's merge_adapter works in place and
-    drifts (https://github.com/huggingface/trl/issues/6688). Raises RuntimeError for a weight of another shape.
-    """
+    drifts (https://github.com/huggingface/trl/issues/6688). Raises RuntimeError for a weight of another shape."""
     targets, sums, elements = {name: weight.data for name, weight in model.named_parameters()}, [], 0
     # The rounding takes another seed than sampling, which would otherwise draw the very same numbers.
     generator = torch.Generator(next(iter(targets.values())).device).manual_seed(seed + 1)

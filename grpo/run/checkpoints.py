@@ -73,8 +73,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def find_checkpoint(folder: Path) -> tuple[int, Path | None, dict[Path, str]]:
-    """(step, folder, faults) of the last checkpoint that can be continued; step 0 and no folder if there is none.
-    `faults`: why each later checkpoint cannot be."""
+    """(step, folder) of the last checkpoint that can be continued, 0 and None without, and the faults of later ones."""
     faults: dict[Path, str] = {}
     for step, path in reversed(checkpoints(folder)):
         fault = checkpoint_fault(path)

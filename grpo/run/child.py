@@ -90,9 +90,7 @@ def begin_worker() -> None:
 
 
 def run_child(
-    command: Sequence[str | os.PathLike[str]],
-    environ: Mapping[str, str] | None = None,
-    output: IO | None = None,
+    command: Sequence[str | os.PathLike[str]], environ: Mapping[str, str] | None = None, output: IO | None = None
 ) -> int:
     """Runs a program with this process's environment and `environ`, and returns its exit code, 128 + N where signal N
     ended it. `output`: the file for the program's output, None for the terminal.

@@ -184,8 +184,7 @@ def cut_logs(folder: Path, checkpoint: Path | None) -> None:
 
 
 def continuation(folder: Path, overwrite: bool) -> str:
-    """A clause that tells the user what the command of the incomplete run in `folder` does if it is given again.
-    `overwrite`: its OVERWRITE."""
+    """A clause: what the command of the incomplete run in `folder` does if given again. `overwrite`: its OVERWRITE."""
     if (folder / DELETING).is_file():
         return "the same command deletes the rest and starts at step 0"
     command = "the same command WITHOUT OVERWRITE=1" if overwrite else "the same command"

@@ -58,12 +58,10 @@ def unused_path(folder: Path, name: str) -> Path:
 
 
 def zip_path(folder: Path) -> Path:
-    """OUTPUT_DIR.zip."""
     return folder.with_name(folder.name + ".zip")
 
 
 def lock_path(folder: Path) -> Path:
-    """The lock file beside OUTPUT_DIR."""
     return folder.with_name(f".{folder.name}.lock")
 
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process per GPU: reads which of the run's processes this is, exchanges values between them, and notices when one
-of them is lost.
+"""One process per GPU: reads which of them this is, exchanges values between them, and notices when one is lost.
 
-Simplified: every process has the whole model, so only gradients, token ids, log-probs and short messages travel.
-The groups are made directly, not by `init_process_group`: torch's default group stays free for vLLM, and a collective
-can only run on the group whose method it is. Messages are JSON, never pickles. A process that runs alone imports no
-torch here.
+Simplified: every process has the whole model, so only gradients, token ids, log-probs and short messages travel. The
+groups are made directly, not by `init_process_group`: torch's default group stays free for vLLM, and a collective can
+only run on the group whose method it is. Messages are JSON, never pickles. A process alone imports no torch here.
 """
 
 from __future__ import annotations
@@ -97,9 +95,8 @@ class Ranks:
             numbers = ", ".join(f"{name}={environ[name]}" for name in LAUNCH_VARIABLES[:4])
             raise ValueError(f"{numbers}: a rank is a number from 0 to one below the number of processes")
         if size > 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            raise ValueError(
-                f"WORLD_SIZE={size} was not set by torchrun or `accelerate launch`: start the run with one of them"
-            )
+            launchers = "torchrun or `accelerate launch`"
+            raise ValueError(f"WORLD_SIZE={size} was not set by {launchers}: start the run with one of them")
         run_id = environ.get("TORCHELASTIC_RUN_ID", "") + "/" + environ.get("TORCHELASTIC_RESTART_COUNT", "")
         address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         for name in [name for name in environ if name in LAUNCH_VARIABLES or name.startswith(LAUNCHER_PREFIXES)]:

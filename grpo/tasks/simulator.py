@@ -51,7 +51,6 @@ class SimulationPlan:
     runs: bool = False
     is_mentioned: bool = False  # rows or settings refer to the simulator, so the log says why it does not run
     why_sampled: str = ""  # why its evaluations must sample; empty if they may weigh all actions by probability
-    rollouts: int = 0  # number of consecutive generations in one pass
     episodes: tuple[str, ...] = ()  # names of the episodes, which are simulated in parallel
 
     def opening_prompts(self) -> list[str]:
@@ -92,8 +91,7 @@ class Simulator(ABC):
         """The record before any model has acted: the conditions of the measurement, and the reference policies."""
 
     def keep_base(self, record: Record, earlier: Record) -> None:
-        """Copy the base model's totals from an `earlier` record if both are of the same measurement, which means that
-        they are equal but for `totals`."""
+        """Copy the base model's totals from an `earlier` record of the same measurement: one equal but for `totals`."""
         if all(earlier.get(key) == value for key, value in record.items() if key != "totals"):
             kept = {"base", "base" + GREEDY} & earlier["totals"].keys()
             record["totals"] |= {name: earlier["totals"][name] for name in kept}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward manager that passes on special tokens and whether a completion ended, as train_grpo.py does.
 
-verl's own managers strip special tokens, and pass on neither the tokens nor whether a completion ended. Only verl's
-workers load this one.
+verl's own managers strip special tokens, and pass on neither ids nor a completion's end. Only its workers load this.
 """
 
 import functools

@@ -74,8 +74,7 @@ def to_records(split: str, rows: Iterable[Row], columns: Mapping[str, None]) -> 
     """Rows as verl's data sets hold them, with `answer` for SFT. A row gets None in each of `columns` that it lacks.
 
     `extra_info` holds the whole row as JSON, because a Parquet column has one type and a user's cells may have several:
-    thus reward functions get the same values as from train_grpo.py.
-    """
+    thus reward functions get the same values as from train_grpo.py."""
     records: list[dict[str, Any]] = []
     for index, row in enumerate(rows):
         answer, filled = answer_of(row) or "", dataclasses.replace(row, columns=dict(columns) | row.columns)

@@ -48,8 +48,7 @@ def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -
     """verl's custom reward function: `score`, the weighted sum that train_grpo.py would give, and each reward_NAME.
 
     `extra_info` holds the row, and what `RewardManager` adds (truncated, completion_ids, harmony); `spec` is the path
-    of rewards.json. Raises RuntimeError where all functions leave the completion out.
-    """
+    of rewards.json. Raises RuntimeError where all functions leave the completion out."""
     row = Row(**json.loads(extra_info["row"]))
     truncated, ids = extra_info["truncated"], extra_info["completion_ids"]
     turn = solution_str if extra_info["harmony"] else as_turn(solution_str, truncated)

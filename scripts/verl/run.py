@@ -20,7 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.plan.machine import installed_versions, read_machine
 from grpo.run.child import run_child
-from grpo.settings import ROOT
+from grpo.run.ending import run_script
+from grpo.settings import ROOT, InputError
 from grpo.verl.rows import read_input, write_data
 
 VERSION = "0.9.1"
@@ -39,7 +40,6 @@ def verl_command(stage: str, gpus: int, options: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=("sft", "ppo", "grpo"))
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="options of verl")
@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fix = "pip install -r requirements-verl.txt into an environment of its own"
         problems.add("verl", f"this Python has {version or 'none'}, the options are those of {VERSION}", fix)
     if problems:
-        print(*problems, sep="\n", file=sys.stderr)
-        return 2
+        raise InputError(*problems)
     environ = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "VERL_USE_EXTERNAL_MODULES": "grpo.verl.sum_resolver,grpo.verl.critic",
@@ -68,4 +67,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -18,7 +18,7 @@ from grpo.evaluate.pictures import CURVES
 from grpo.evaluate.run_data import read_examples, read_metrics, read_run
 from grpo.evaluate.tables import evaluation_table
 from grpo.run.logs import EVALUATED
-from grpo.settings import Problems
+from grpo.settings import InputError, Problems
 
 
 def completion_row(step: int, text: str = "[1]", **cells: object) -> dict[str, object]:
@@ -185,12 +185,12 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("name, text, words", DAMAGED)
-def test_one_line_where_no_report_can_be_written(tmp_path, capsys, name, text, words):
+def test_one_line_where_no_report_can_be_written(tmp_path, name, text, words):
     folder = write_run(tmp_path / "run", [metrics_row(1)]) if name else tmp_path
     if text is None:
         (folder / name).mkdir()
     elif name:
         (folder / name).write_text(text)
-    assert report.main([str(folder)]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.startswith("report: ") and error.count("\n") == 1
+    with pytest.raises(InputError, match=words) as caught:
+        report.main([str(folder)])
+    assert "\n" not in str(caught.value)

@@ -127,6 +127,16 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
         ev.main([*arguments, "--samples", "6", "--out", "z.json"])
 
 
+def test_direct_answers_to_rows_without_actions_are_sampled(tiny, tmp_path, capsys, monkeypatch):
+    """There are no actions whose probabilities could be weighed."""
+    write_csv(tmp_path / "a.csv", ["prompt"], [[f"question {n}"] for n in range(3)])
+    monkeypatch.setenv("DIRECT_ANSWERS", "1")
+    arguments = ["--model", "tiny", "--data", str(tmp_path / "a.csv"), "--out", str(tmp_path / "x.json")]
+    assert ev.main([*arguments, "--rewards", "format", "--samples", "2"]) == 0
+    assert "2 answers a prompt: rows without reward_action_k have no actions" in capsys.readouterr().out
+    assert 0 <= json.loads((tmp_path / "x.json").read_text())["before"]["reward"] <= 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

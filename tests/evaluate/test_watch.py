@@ -2,16 +2,22 @@
 """Following a run in the terminal. Run: python -m pytest tests/evaluate/test_watch.py"""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import watch
+from conftest import ROOT
 from run_folders import GPU, metrics_row, write_checkpoint, write_run
 
 from grpo.run.folder import COMPLETE
 from grpo.run.layout import lock_run
 from grpo.run.logs import banner_text
+from grpo.settings import InputError
 
 
 def text_of(folder: Path) -> str:
@@ -90,8 +96,20 @@ def test_in_a_terminal_it_follows_until_the_run_is_complete(tmp_path, capsys, mo
 
 def test_what_is_no_run_is_one_line_and_so_is_ctrl_c(tmp_path, capsys, monkeypatch):
     folder = write_run(tmp_path / "run", [])
-    assert watch.main([str(folder / "metrics.csv")]) == 2 and "is not a folder" in capsys.readouterr().err
+    with pytest.raises(InputError, match="is not a folder"):
+        watch.main([str(folder / "metrics.csv")])
     (folder / "metrics.csv").write_text("a,b\n")
-    assert watch.main([str(folder)]) == 2 and "no column `step`" in capsys.readouterr().err
+    with pytest.raises(InputError, match="no column `step`"):
+        watch.main([str(folder)])
     monkeypatch.setattr(watch, "frame", mock.Mock(side_effect=KeyboardInterrupt))
     assert watch.main([str(folder)]) == 0 and "the run goes on" in capsys.readouterr().err
+
+
+def test_a_reader_that_is_gone_is_no_traceback(tmp_path):
+    """As in `watch.py RUN | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, ROOT / "scripts" / "watch.py", tmp_path / "run"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

@@ -11,6 +11,8 @@ import make_model
 import pytest
 from conftest import CLEAN, ROOT
 
+from grpo.settings import InputError
+
 
 @pytest.mark.parametrize(
     ("command", "message"),
@@ -23,12 +25,9 @@ from conftest import CLEAN, ROOT
 )
 def test_errors(command, message, tmp_path, capsys):
     (tmp_path / "file").write_text("keep me")
-    try:
-        code = make_model.main(command.format(tmp=tmp_path).split())
-    except SystemExit as stop:  # argparse
-        code = stop.code
-    assert code == 2
-    assert message.format(tmp=tmp_path) in capsys.readouterr().err
+    with pytest.raises((InputError, SystemExit)) as caught:
+        make_model.main(command.format(tmp=tmp_path).split())
+    assert message.format(tmp=tmp_path) in f"{caught.value} {capsys.readouterr().err}"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -64,6 +64,7 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (evaluation, ({"MAX_COMPLETION_LEN": 7},), False, "short MAX_COMPLETION_LEN"),
     (evaluation, ({}, 1, "", False, True), False, "opened channels"),
     (evaluation, ({}, 1, "", False, False, False), False, "no actions"),
+    (evaluation, ({"DIRECT_ANSWERS": True}, 1, "", False, False, False), False, "no actions"),
     (evaluation, ({"EVAL_SAMPLES": 0},), False, "EVAL_SAMPLES=0"),
     (evaluation, ({"EVAL_EXACT": False},), False, "EVAL_EXACT=0"),
     (choices.choose_exact_loop, (Settings(), True, "why", 10_000_000), True, "why"),

@@ -33,7 +33,7 @@ class Counter(Simulator):
         starts = tuple(map(int, file.read_text().split()))
         effort, date = settings.REASONING_EFFORT, settings.PROMPT_DATE
         shown = lambda n: render(template, [("user", f"counter {n}")], effort, date)
-        return Plan("2 counters", True, True, "counters sample", 3, tuple(map(str, starts)), starts, shown)
+        return Plan("2 counters", True, True, "counters sample", tuple(map(str, starts)), starts, shown)
 
     def new_record(self, plan, settings, samples, exact):
         return {"starts": list(plan.starts), "totals": {"stay": {"distance": 5.0}}}
@@ -41,7 +41,7 @@ class Counter(Simulator):
     def run(self, plan, record, name, responder, greedy=True):
         for policy, is_greedy in ((name, False), (name + GREEDY, True))[: 1 + greedy]:
             counters = list(plan.starts)
-            for moment in range(plan.rollouts):
+            for moment in range(3):
                 prompts = [plan.render(n) for n in counters]
                 texts = responder.texts(prompts, moment, is_greedy)
                 turns = [assistant_turn(prompt, text) for prompt, text in zip(prompts, texts)]

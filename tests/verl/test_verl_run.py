@@ -19,6 +19,7 @@ from pyarrow import parquet
 
 from grpo.model.load import load_tokenizer
 from grpo.plan.hub import TINY_PATH
+from grpo.settings import InputError
 from grpo.verl.answers import Answers, prompt_and_answer
 from grpo.verl.rows import read_input, write_data
 
@@ -85,15 +86,15 @@ def test_a_dry_run_runs_and_writes_nothing(started, tmp_path, capsys):
     assert not started.called and not (tmp_path / "it's a run").exists()
 
 
-def test_what_ends_early(started, capsys, monkeypatch):
+def test_what_ends_early(started, monkeypatch):
     started.return_value = 7
     assert script.main(["grpo", "--gpus", "2"]) == 7
     monkeypatch.setattr(script, "installed_versions", lambda names: {"verl": None})
     monkeypatch.setitem(os.environ, "TOTAL_STEPS", "5")
-    assert script.main(["grpo", "--gpus", "2"]) == 2
-    errors = capsys.readouterr().err
-    assert "verl: this Python has none, the options are those of 0.9.1" in errors
-    assert "TOTAL_STEPS: verl does not read this setting of train_grpo.py" in errors
+    with pytest.raises(InputError) as caught:
+        script.main(["grpo", "--gpus", "2"])
+    assert "verl: this Python has none, the options are those of 0.9.1" in str(caught.value)
+    assert "TOTAL_STEPS: verl does not read this setting of train_grpo.py" in str(caught.value)
 
 
 def test_the_yaml_names_what_is_here():

@@ -65,8 +65,7 @@ class Expectation:
 def expected_loop(windows: Sequence[Window], probabilities: Callable[[Sequence[State]], np.ndarray]) -> Expectation:
     """The expectation of `closed_loop` over all outcomes: the probabilities of the reachable storage energies, hour by
     hour. `probabilities` are those of K actions in S states, (S, K); the remainder to 1 goes to SAFE_ACTION. Energies
-    that differ only by rounding are merged; states below LEAST_PROBABILITY are dropped, and their probability goes to
-    the others."""
+    that differ only by rounding are merged; states below LEAST_PROBABILITY are dropped in favour of the rest."""
     count, actions = len(windows), np.arange(len(PLANT.ratios))
     load_kw, co2 = (np.stack([getattr(w, name) for w in windows]) for name in ("load_kw", "co2"))  # (W, 4, 10)
     sums = Expectation(*np.zeros((5, count)))
@@ -151,7 +150,6 @@ def smallest_serving_action(needed_kw: float) -> int:
 
 
 def constant_policy(action: int) -> Policy:
-    """A policy that takes the same action in every hour."""
     return lambda states: [action] * len(states)
 
 

@@ -41,8 +41,7 @@ def trajectory(
     states an imperfect policy gets into. The values in a row are those of its own state and do not depend on the action
     taken. start_kwh None draws the start from 0 to the capacity. The same rng state gives the same trajectory for both
     prompts. Keys: timestep (hours since the first day's midnight), timestamp, the prompt's columns, optimal_action,
-    q_action_k, reward_action_k (floats).
-    """
+    q_action_k, reward_action_k (floats)."""
     energy = round(float(rng.uniform(0.0, PLANT.capacity_kwh)), 1) if start_kwh is None else start_kwh
     solution = window.solve(start_kwh=energy)
     decisions = []
@@ -76,8 +75,7 @@ def short_hours(window: Window, rng: np.random.Generator, prompt: str) -> list[D
     """Decisions with less stored energy than load: one for each decision hour, each on a random one of the three days.
 
     The energies are random below the load, so hours without a load give none. On trajectories nearly all short hours
-    are in the morning, and a policy trained on those empties the storage before the last load of the day.
-    """
+    are in the morning, and a policy trained on those empties the storage before the last load of the day."""
     decisions = []
     for i in range(len(HOURS)):
         day, share = int(rng.integers(DECISION_DAYS)), rng.random()
@@ -96,8 +94,7 @@ def with_short_hours(
 
     A short hour's load exceeds the stored energy: it has to be served now, and not doing so costs a hundred times what
     serving costs. The optimum's neighbourhood holds few of them; a policy that saves CO2 with an emptier storage meets
-    many (docs/evaluation.md). If `windows` end first, the share stays smaller.
-    """
+    many (docs/evaluation.md). If `windows` end first, the share stays smaller."""
     rows, short = [row for row, _ in decisions], sum(state.short_kwh > 0 for _, state in decisions)
     short_rows = (row for window, rng in windows for row, _ in short_hours(window, rng, prompt))
     while short < share * len(rows) and (row := next(short_rows, None)):
@@ -111,8 +108,7 @@ def synthetic_windows(
 ) -> Iterator[tuple[Window, np.random.Generator]]:
     """`count` windows of synthetic days, one on each Monday from `start`, each with its own random generator.
 
-    With a `count` of None the windows never end and repeat the Mondays of the training days.
-    """
+    With a `count` of None the windows never end and repeat the Mondays of the training days."""
     for i in itertools.count() if count is None else range(count):
         monday = start + timedelta(weeks=i if count is not None else i % max(TRAIN_WINDOWS.values()))
         profile = tes_profiles.synthetic_profile((seed, stream, i), DECISION_DAYS + 1, monday)
@@ -200,9 +196,7 @@ def vary_loads(window: Window, rng: np.random.Generator, max_factor: float) -> W
     """The window with the loads of each day times a factor of its own, log-uniform from 1 / max_factor to max_factor.
 
     A few real days show one season's loads, and a policy that has seen no other leaves the next season's unserved
-    (domain randomization, Tobin et al. 2017, 1703.06907). The values of a varied window are exact too, because the
-    plant is simulated.
-    """
+    (domain randomization, Tobin et al. 2017, 1703.06907). A varied window's values are exact too: it is simulated."""
     if max_factor == 1:
         return window
     factors = max_factor ** rng.uniform(-1.0, 1.0, size=(len(window.dates), 1))

@@ -49,8 +49,7 @@ def step(energy_kwh: ArrayLike, action: ArrayLike, load_kw: ArrayLike, co2_kg_pe
     """Runs the plant for one hour; all arguments broadcast against each other.
 
     The heat pump serves the load first, then the storage does. Surplus charges the storage up to its capacity, the rest
-    is lost. Electricity follows the scheduled output, so heat that is lost costs as much as heat that is used.
-    """
+    is lost. Electricity follows the scheduled output, so heat that is lost costs as much as heat that is used."""
     output, load, co2 = PLANT.outputs_kw[np.asarray(action)], np.asarray(load_kw), np.asarray(co2_kg_per_kwh)
     balance = np.asarray(energy_kwh) + (output - load)  # one-hour steps: kW and kWh have the same number
     energy = np.clip(balance, 0.0, PLANT.capacity_kwh)
@@ -83,15 +82,13 @@ class Solution:
 def solve(load_kw: np.ndarray, co2: np.ndarray, price_per_kwh: float, start_kwh: ArrayLike = START_KWH) -> Solution:
     """Dynamic programming backwards over T decisions (night hours change nothing, so they are left out).
 
-    load_kw, co2: shape (T,). price_per_kwh: value of a kWh that is left at the end. start_kwh: one energy or several,
-    shape (S,).
+    load_kw, co2: shape (T,). price_per_kwh: value of a kWh left at the end. start_kwh: one energy or several, (S,).
 
     An even grid of energies would not be exact: where a low output just fails to serve a load, the value falls by up to
     10/6 per kWh within a fraction of a kWh, and interpolation smears that over a cell. So the nodes of each hour are
     the energies that can be reached from `start_kwh`: their successors are nodes themselves, and the values there are
     exact. They stay few because the outputs and the capacity are multiples of 100/3 kWh: an energy is determined by its
-    last visit to an empty or full storage and by the thirds put in since, at most 10 (t + 1) from one start.
-    """
+    last visit to an empty or full storage and by the thirds put in since, at most 10 (t + 1) from one start."""
     actions = np.arange(len(PLANT.ratios))[:, None]
     nodes = [distinct_energies(np.atleast_1d(np.asarray(start_kwh, float)))]
     for t in range(len(load_kw)):

@@ -47,8 +47,7 @@ class Window:
 def cut_windows(profile: Profile) -> list[Window]:
     """Cuts a profile into windows of three days plus the next; that next day starts the following window.
 
-    A block of N consecutive days gives (N - 1) // 3 windows; the days left over at its end are not used.
-    """
+    A block of N consecutive days gives (N - 1) // 3 windows; the days left over at its end are not used."""
     spans, first = [], 0
     while first + DECISION_DAYS < len(profile.dates):
         last = first + DECISION_DAYS
@@ -68,8 +67,7 @@ def synthetic_profile(seed: int | Sequence[int], days: int, start: date = TRAIN_
     CO2 intensity: a level of the week, a solar dip around noon whose depth follows the sky of the day (from overcast to
     clear), a morning and an evening peak; 0.15 to 0.6 kg/kWh. Cooling load: a level of the day, about 10 to 60 kW with
     some persistence, an afternoon slope, sometimes an early closing, hourly noise; zero outside the decision hours.
-    Values are rounded as a data file would (0.001 kg/kWh, 0.1 kW).
-    """
+    Values are rounded as a data file would (0.001 kg/kWh, 0.1 kW)."""
     rng = np.random.default_rng(seed)
     hour = np.arange(24)
     co2, load = np.empty((days, 24)), np.zeros((days, 24))
@@ -161,8 +159,7 @@ def read_profile(path: str | Path) -> Profile:
 
     Columns are found by name (English or Japanese). Days must be complete in the decision hours; night hours may be
     missing. A file may hold several blocks of consecutive days. Raises InputError listing every problem with file,
-    row (1 is the first below the header) and column.
-    """
+    row (1 is the first below the header) and column."""
     header, rows = read_table(path := Path(path))
     columns, problems = find_columns(header)
     if problems:

@@ -132,8 +132,7 @@ def render_compact(state: State) -> tuple[str, str]:
     load   now, kW                                    need   later load of today beyond the stored energy, 10 kWh
     co2    intensity now, 0.01 kg/kWh                 rank   later hours of today with a lower intensity than now
     next   the next day's five lowest, mean, ditto    ahead  intensities of the later hours of today, 0.01 kg/kWh
-    gain   50 + next - co2                            loads  loads of the later hours of today, kW
-    """
+    gain   50 + next - co2                            loads  loads of the later hours of today, kW"""
     now = state.stamp.hour - HOURS[0]
     load, later_load, later_co2 = state.load_kw[now], state.load_kw[now + 1 :], state.co2[now + 1 :]
     store, capacity, rated = state.energy_kwh, PLANT.capacity_kwh, PLANT.rated_kw
@@ -149,12 +148,10 @@ def render_compact(state: State) -> tuple[str, str]:
 
 
 def prompt_kind(conversations: Sequence[Sequence[tuple[str, str]]]) -> str | None:
-    """Which renderer of this module wrote these prompts: `full`, `compact`, or None if they are of neither kind or of
-    both.
+    """Which renderer of this module wrote these prompts: `full`, `compact`, or None if neither or both did.
 
     conversations: (role, text) pairs as in `Row.messages`; a rendered prompt is the single pair ("rendered", text).
-    What full prompts say of task, plant and actions must agree word for word: another plant is not simulated here.
-    """
+    What full prompts say of task, plant and actions must agree word for word: another plant is not simulated here."""
     day = np.zeros(len(HOURS))
     sample = render_full(State(datetime(2025, 1, 1, HOURS[0]), 0.0, day, day, day, day))
     head, tail = sample.partition("- Current time [h]:")[0], sample[sample.index("System parameters:") :]
@@ -172,8 +169,7 @@ def prompt_kind(conversations: Sequence[Sequence[tuple[str, str]]]) -> str | Non
 
 
 def renderer(kind: str, render: Callable[[Sequence[tuple[str, str]]], str]) -> Callable[[State], str]:
-    """A function that turns a state into a prompt, ready to generate from. `render` applies the model's chat template,
-    which full prompts do not need."""
+    """A function that renders a state. `render` applies the model's chat template, which full prompts do not need."""
     if kind == "full":
         return render_full
     cached = functools.cache(render)  # rendering takes longer than a token of the tiny model

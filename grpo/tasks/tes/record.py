@@ -88,8 +88,7 @@ def add_policy(
 
     `trace` holds the windows once for each pass, pass by pass, and the record keeps the hours of the first pass. `mean`
     and the totals are means over the passes, or `sums` (W,) if these are passed. `unparsed` is the number of answers
-    without an action by row of `trace`, and `answers` the number of all answers.
-    """
+    without an action by row of `trace`, and `answers` the number of all answers."""
     count = len(windows)
     sums = sums or loop.outcome(trace, list(windows) * (len(trace.actions) // count))
     for i, entry in enumerate(record["windows"]):
@@ -105,8 +104,7 @@ def add_policy(
 
 
 def add_totals(record: Record) -> None:
-    """Totals over the windows, regret with its interval, the windows with unserved load, and the difference of the two
-    models, from `mean` alone."""
+    """From `mean` alone: totals, regret with its interval, windows with unserved load, and both models' difference."""
     windows = [entry["policies"] for entry in record["windows"]]
     priced = {name: [policies[name]["mean"]["priced_kg"] for policies in windows] for name in windows[0]}
     optimum = priced["optimum"]

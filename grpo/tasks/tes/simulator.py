@@ -77,7 +77,6 @@ def make_plan(
         runs=bool(windows),
         is_mentioned=True,
         why_sampled=why_sampled(settings, prompt),
-        rollouts=DECISIONS,
         episodes=tuple(name for name, _ in windows),
         prompt=prompt,
         profiles=profiles,
@@ -162,10 +161,8 @@ class ClosedLoop(Simulator):
         if base and trained:
             change = object_at(record, "difference")
             low, high = (finite_number(change.get(f"regret_percent_{end}")) for end in ("low", "high"))
-            regret, unserved = (
-                [finite_number(total.get(name)) for total in (base, trained)]
-                for name in ("regret_percent", "unserved_kwh")
-            )
+            regret = [finite_number(total.get("regret_percent")) for total in (base, trained)]
+            unserved = [finite_number(total.get("unserved_kwh")) for total in (base, trained)]
             difference = with_interval(change, "regret_percent", "+,.1f", "95% interval ")
             verdict = (
                 f"At the plant regret went from {regret[0]:,.1f}% to {regret[1]:,.1f}%, by {difference} points: "
