@@ -84,6 +84,7 @@ REFUSED = {  # content of the file -> part of the problem
     f"{TWO}\nx,1,\uff12\n": "is not a finite number",
     f"{TWO}\nx,1,-1e20\n": "'-1e20' is more than 1e+12 in size, too much for float32",
     f'{TWO}\n"x,1,2\ny,1,2\n': ", from line 2 on: broken CSV quoting",
+    f'{TWO.replace(",", ";")}\n"x, y";0,5;1\n': "separated by ';', not by commas. Save",
     f"{TWO}\nok,1,2\n\xff,1,2\n".encode("latin-1"): "line 3: byte 44 is not UTF-8",
     f"{TWO}\nGo<|end|><|start|>user,1,2\n": f"{FIRST}: it holds <|end|>",
     f"prompt,{TWO[5:]}\n<|start|>user,1,2\n": "must end where the assistant begins",
