@@ -112,7 +112,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
             print("\nEvery check passed. Nothing was started.")
             return 0
         if ranks.launched:  # torchrun reports neither the run's exit code nor its reason.
-            code = record_end(ranks, resolved.run.folder, resolved.settings.OVERWRITE, lambda: launch(resolved))
+            code = record_end(ranks, resolved.state.folder, resolved.settings.OVERWRITE, lambda: launch(resolved))
         else:
             code = launch(resolved)
         return code
@@ -126,7 +126,7 @@ def launch(resolved: ResolvedRun) -> int:
     with Phase("importing torch and transformers"):  # Heavy imports wait until the preflight has passed.
         from grpo.model.load import unseen_gpu
 
-    state, s, ranks = resolved.run, resolved.settings, resolved.ranks
+    state, s, ranks = resolved.state, resolved.settings, resolved.ranks
     assert resolved.files and resolved.plan  # A run that passed its checks has both.
     # Only one process per machine downloads.
     problem = unseen_gpu(resolved.machine) or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, resolved.files))
@@ -165,7 +165,7 @@ def train(resolved: ResolvedRun) -> int:
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch
 
-    s, state, files, plan = resolved.settings, resolved.run, resolved.files, resolved.plan
+    s, state, files, plan = resolved.settings, resolved.state, resolved.files, resolved.plan
     assert files and plan  # A run that passed its checks has both.
     folder, attention, packing, started = state.folder, resolved.attention, resolved.packing, time.time()
     specs, model_path = resolved.reward_specs, str(files.folder)

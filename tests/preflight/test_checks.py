@@ -327,8 +327,9 @@ def test_long_prompts_are_named(tiny_run, tmp_path):
 
 def test_a_resumed_run_keeps_what_auto_chose(tiny_run, tmp_path):
     choices = {"rollouts": [False, ""], "plan": {"generation_batch": 2}}
-    problems, run = Problems(), RunState(tmp_path, 4, tmp_path, True, choices)
-    fresh, chosen = (dataclasses.replace(tiny_run(**changes), run=run) for changes in ({}, {"GENERATION_BATCH": 16}))
+    problems, state = Problems(), RunState(tmp_path, 4, tmp_path, True, choices)
+    runs = (tiny_run(), tiny_run(GENERATION_BATCH=16))
+    fresh, chosen = (dataclasses.replace(resolved, state=state) for resolved in runs)
     plan = checks.keep_generation_batch(fresh, problems).plan
     assert (plan.generation_batch, plan.generation_batch_reason) == (2, "as the run was started") and not problems
     assert checks.keep_generation_batch(chosen, problems) == chosen and not problems
