@@ -89,7 +89,7 @@ def check_settings(settings: Settings, config: ModelConfig | None, machine: Mach
         problems.add("LORA_R", fault, "Lower it, or leave out experts and ROLLOUT_SYNC, or set USE_VLLM=0")
     for name in ("TEMPERATURE", "EVAL_TEMPERATURE") if beside_vllm else ():
         if not VLLM_COLDEST <= getattr(settings, name) <= 2:
-            fault = f"vLLM samples no colder than {VLLM_COLDEST}, and vLLM takes at most 2"
+            fault = f"vLLM samples at temperatures from {VLLM_COLDEST} to 2"
             problems.add(name, fault, "Set it between the two, or USE_VLLM=0")
     if settings.WARMUP_STEPS >= settings.TOTAL_STEPS:
         fault = f"the learning rate would rise over {settings.WARMUP_STEPS} steps, the run has {settings.TOTAL_STEPS}"
