@@ -33,7 +33,7 @@ class AnswerRewards:
     earned.
     """
 
-    # That of an unreadable answer, plus `other_reward`; NaN if every function left the completion out.
+    # The reward of an unreadable answer, plus `other_reward`; NaN if every function left the completion out.
     base_reward: float
     position: int = -1  # of the answer's token in the completion
     tokens: Sequence[int] = ()  # (K,): the token that names each action
