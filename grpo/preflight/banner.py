@@ -134,9 +134,11 @@ def memory_lines(plan: Plan, machine: Machine, direct: bool = False) -> Iterator
 
 
 def data_warnings(resolved: ResolvedRun) -> list[str]:
-    """Warnings if no row could be held out, and if held-out prompts are trained on."""
+    """Warnings if no row could be held out, and if held-out prompts are trained on. An EVAL_DATA without rows is a
+    problem already."""
     warnings, rows, settings = [], resolved.rows, resolved.settings
-    if rows and not resolved.eval_rows and settings.EVAL_SAMPLES and settings.EVAL_SHARE:
+    is_split = settings.EVAL_DATA is None and settings.EVAL_SAMPLES and settings.EVAL_SHARE
+    if rows and is_split and not resolved.eval_rows:
         warnings.append(
             "Nothing is measured, so nothing will say whether the adapter beats the base model. Held out: "
             f"{resolved.reasons['heldout']}. Set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip this"

@@ -356,6 +356,8 @@ def test_a_run_is_warned_where_nothing_is_held_out_or_it_is_trained_on(tiny_run,
     assert "EVAL_DATA='...'" in warning and "EVAL_SAMPLES=0" in warning
     for changes in ({"EVAL_SAMPLES": 0}, {"EVAL_SHARE": 0}, {"EVAL_DATA": "data/tes_heldout_compact.csv"}):
         assert not banner.data_warnings(tiny_run(**{"EVAL_SAMPLES": 8, "DATA": good_csv} | changes))
+    mistyped = tiny_run(EVAL_SAMPLES=8, DATA=good_csv, EVAL_DATA="gone.csv")
+    assert "no file matches" in only(mistyped.problems) and not banner.data_warnings(mistyped), "one fault, one remedy"
     rows = [[RENDERED.format(text), 0, 1] for text in ("question 3", "question 3", "question 7", "another")]
     other = write_csv(tmp_path / "other.csv", HEADER, rows)
     warning = only(banner.data_warnings(tiny_run(EVAL_SAMPLES=8, DATA=good_csv, EVAL_DATA=other)))
