@@ -10,13 +10,13 @@
 
 Settings are environment variables. This file is the whole story: check, load gpt-oss-20b, attach the LoRA adapter,
 start vLLM asleep beside it, train with TRL's GRPOTrainer, evaluate, zip. The folders of grpo/ do these, in the order of
-a run: settings, data, tasks, run, plan, preflight, model, rollout, learn, evaluate (measure is for benchmarks). Nothing
-heavy is imported before the preflight has passed.
+a run: data, tasks, run, plan, preflight, model, rollout, learn, evaluate (docs/code.md). Nothing heavy is imported
+before the preflight has passed.
 
-Exit codes: 0 the run is complete, 2 the input must be fixed (all problems are listed), 130, 143 or 129 interrupted by
-Ctrl-C, SIGTERM or a lost terminal (during training after a checkpoint was saved: the same command continues it), 3 vLLM
-and the trainer do not agree (the train/inference mismatch check), 4 vLLM failed (the same command continues from the
-last checkpoint), 1 anything else.
+Exit codes: 0 the run is complete; 2 the input must be fixed (all problems are listed); 3 vLLM and the trainer do not
+agree (the mismatch check); 4 vLLM failed (the same command continues from the last checkpoint); 130, 143 or 129
+interrupted by Ctrl-C, SIGTERM or a lost terminal (during training after a checkpoint was saved: the same command
+continues it); 1 anything else.
 
 What is simplified: a whole model on every GPU; by default one optimizer step per rollout, so the policy ratio is 1 and
 clipping never acts (STEPS_PER_GENERATION); no reward model, only functions (rewards.py).
