@@ -180,7 +180,7 @@ def test_the_table_of_the_terminal_names_models_references_and_functions():
     spread = ["0.500", "(0.400", "to", "0.600)"]
     assert ["base", "model", *spread, "-", "1.00", "-", "-"] in lines
     assert ["base", "model,", "greedy", "-", "-", "-", "-", "-"] in lines
-    assert lines[lines.index(["a:"]) + 2] == ["trained", *spread]
+    assert lines[lines.index(["function", "a:"]) + 2] == ["trained", *spread]
 
 
 DAMAGED = [
