@@ -155,6 +155,8 @@ def test_globs_lists_and_missing_files(tmp_path, good_csv, monkeypatch):
     assert not problems
     assert not read_rows("DATA", f"{tmp_path}/none*.csv,{tmp_path}/no.csv", problems)
     assert len(problems) == 2 and "none*.csv" in problems[0] and "no.csv" in problems[1]
+    assert not read_rows("DATA", f"{tmp_path}/", problems)
+    assert f"is a folder. Name its files: '{tmp_path}/*.csv'" in problems[2]
     monkeypatch.chdir(tmp_path)
     assert len(read_rows("DATA", "data/tes_train_compact.csv", Problems())) > 100, "the project's own from anywhere"
     write_csv(tmp_path / "day[1].csv", HEADER, [GOOD])
