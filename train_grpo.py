@@ -10,13 +10,13 @@
 
 Settings are environment variables. This file is the whole story: check, load gpt-oss-20b, attach the LoRA adapter,
 start vLLM asleep beside it, train with TRL's GRPOTrainer, evaluate, zip. The folders of grpo/ do these, in the order of
-a run: settings, data, tasks, run, plan, preflight, model, rollout, learn, evaluate (measure is for benchmarks). Nothing
-heavy is imported before the preflight has passed.
+a run: data, tasks, run, plan, preflight, model, rollout, learn, evaluate (docs/code.md). Nothing heavy is imported
+before the preflight has passed.
 
-Exit codes: 0 the run is complete, 2 the input must be fixed (all problems are listed), 130, 143 or 129 interrupted by
-Ctrl-C, SIGTERM or a lost terminal (during training after a checkpoint was saved: the same command continues it), 3 vLLM
-and the trainer do not agree (the train/inference mismatch check), 4 vLLM failed (the same command continues from the
-last checkpoint), 1 anything else.
+Exit codes: 0 the run is complete; 2 the input must be fixed (all problems are listed); 3 vLLM and the trainer do not
+agree (the mismatch check); 4 vLLM failed (the same command continues from the last checkpoint); 130, 143 or 129
+interrupted by Ctrl-C, SIGTERM or a lost terminal (during training after a checkpoint was saved: the same command
+continues it); 1 anything else.
 
 What is simplified: a whole model on every GPU; by default one optimizer step per rollout, so the policy ratio is 1 and
 clipping never acts (STEPS_PER_GENERATION); no reward model, only functions (rewards.py).
@@ -110,7 +110,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> int:
             print("\nEvery check passed. Nothing was started.")
             return 0
         if ranks.launched:  # torchrun reports neither the run's exit code nor its reason.
-            code = record_end(ranks, resolved.run.folder, resolved.settings.OVERWRITE, lambda: launch(resolved))
+            code = record_end(ranks, resolved.state.folder, resolved.settings.OVERWRITE, lambda: launch(resolved))
         else:
             code = launch(resolved)
         return code
@@ -124,7 +124,7 @@ def launch(resolved: ResolvedRun) -> int:
     with Phase("importing torch and transformers"):  # Heavy imports wait until the preflight has passed.
         from grpo.model.load import unseen_gpu
 
-    state, s, ranks = resolved.run, resolved.settings, resolved.ranks
+    state, s, ranks = resolved.state, resolved.settings, resolved.ranks
     assert resolved.files and resolved.plan  # A run that passed its checks has both.
     # Only one process per machine downloads.
     problem = unseen_gpu(resolved.machine) or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, resolved.files))
@@ -163,7 +163,7 @@ def train(resolved: ResolvedRun) -> int:
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch
 
-    s, state, files, plan = resolved.settings, resolved.run, resolved.files, resolved.plan
+    s, state, files, plan = resolved.settings, resolved.state, resolved.files, resolved.plan
     assert files and plan  # A run that passed its checks has both.
     folder, attention, packing, started = state.folder, resolved.attention, resolved.packing, time.time()
     specs, model_path = resolved.reward_specs, str(files.folder)

@@ -116,7 +116,10 @@ def parse_value(name: str, text: str) -> Value:
             raise ValueError(f"expected one of {', '.join(known)}{nearest_hint(text.lower(), known)}")
         return text.lower()
     if spec.get("date"):
-        return date.fromisoformat(text).isoformat()
+        try:
+            return date.fromisoformat(text).isoformat()
+        except ValueError:
+            raise ValueError(f"expected a day such as {FIELDS[name].default}") from None
     if spec.get("path") and (fault := path_fault(text)):
         raise ValueError(fault)
     return text if kind == "str" else parse_number(text, kind == "int", bool(optional), spec)

@@ -75,7 +75,9 @@ def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
         # A file whose name looks like a glob, such as day[1].csv, comes before what the glob matches.
         for paths in (named[:1], named[1:], *globbed):
             matches = matches or list(filter(os.path.isfile, paths))
-        if not matches:
+        if not matches and named[0].is_dir():
+            problems.add(setting, f"{part!r} is a folder", f"Name its files: '{part.rstrip('/')}/*.csv' (quoted)")
+        elif not matches:
             problems.add(setting, f"no file matches {part!r}", fix)
         files |= dict.fromkeys(matches)
     if not text.strip():

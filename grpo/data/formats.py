@@ -17,6 +17,7 @@ Columns = dict[str, Cell]
 Record = tuple[str, Columns]  # The location for messages ("FILE, row 3"), and the columns of the record.
 Table = tuple[list[str], list[Record]]  # The names of the columns, and the records.
 
+SEPARATED_NAMES = re.compile(r"\w+([;\t])\w+(?:\1\w+)*")  # Names of columns; a prompt has other characters.
 csv.field_size_limit(2**31 - 1)  # Cells of data and logs may exceed Python's default of 131,072 characters.
 
 
@@ -37,6 +38,12 @@ def read_text(path: Path) -> str:
         raise UnreadableFile(f"{path}, line {line}", f"byte {error.start} is not UTF-8", fix) from None
 
 
+def check_separator(path: Path, header: Sequence[str]) -> None:
+    """Raises UnreadableFile if semicolons or tabs separate the header's names, as where Excel is set to German."""
+    if len(header) == 1 and (match := SEPARATED_NAMES.fullmatch(header[0])):
+        raise UnreadableFile(path, f"its columns are separated by {match[1]!r}, not by commas", "Save it with commas")
+
+
 def read_csv_table(path: Path, problems: Problems) -> Table:
     """The table of a CSV; a row of another length than the header is a problem. Raises UnreadableFile."""
     reader, line = csv.reader(io.StringIO(read_text(path), newline=""), strict=True), 1
@@ -53,7 +60,9 @@ def read_csv_table(path: Path, problems: Problems) -> Table:
                 else:
                     problem = f"it has {len(cells)} cells, the header has {len(header)}"
                     problems.add(where, problem, "Quote cells that hold commas or line breaks")
-            header = header or [name.strip() for name in cells]
+            if not header:
+                header = [name.strip() for name in cells]
+                check_separator(path, header)
             line = reader.line_num + 1
     except csv.Error as error:
         fix = "Close every quote, and double quotes inside a quoted cell"

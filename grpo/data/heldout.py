@@ -60,7 +60,8 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     hashes = {key: int.from_bytes(digest[:8], "big") / 2**64 for key, digest in digests.items()}  # from 0 to 1
     kinds = " and ".join(sorted({f"{kind}s" for kind, _ in hashes}))
     if len(hashes) < LEAST_GROUPS:
-        reason = f"none: DATA has {len(hashes)} {kinds or 'prompts'}, and it takes {LEAST_GROUPS} to hold some out"
+        groups = kinds.removesuffix("s") if len(hashes) == 1 else kinds or "prompts"
+        reason = f"none: DATA has {len(hashes)} {groups}, and it takes {LEAST_GROUPS} to hold some out"
         return Split(list(rows), [], reason)
     count = min(max(sum(value < share for value in hashes.values()), LEAST_HELD_OUT), MOST_HELD_OUT)
     chosen = set(sorted(hashes, key=hashes.__getitem__)[:count])

@@ -59,7 +59,7 @@ def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Sett
     elif adapter:
         fault = adapter_fault(adapter)
     if fault:
-        problems.add(str(adapter), fault, "Name a run's folder, its best/, or a checkpoint")
+        problems.add(str(adapter), fault, "Name the folder of a run that has ended, its best/, or a checkpoint")
     return settings, problems
 
 

@@ -33,7 +33,7 @@ class Progress:
             return
         results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=True)
         self.base = self.columns(results["before"]["reward"], self.simulation_record(trainer, base=True), "base")
-        if self.resolved.settings.INIT_ADAPTER and not self.resolved.run.checkpoint:
+        if self.resolved.settings.INIT_ADAPTER and not self.resolved.state.checkpoint:
             self.during(trainer)  # INIT_ADAPTER may stay the best adapter
 
     def during(self, trainer: Trainer) -> Columns:

@@ -28,6 +28,17 @@ def simulator_section(run: Run) -> ReportSection:
     return run.simulator.report(run.closed_loop) if run.simulator else ReportSection()
 
 
+# The names of choices in settings.json that do not say by themselves what was chosen.
+CHOICES = {
+    "rollouts": "vLLM generates",
+    "evaluation": "exact evaluation",
+    "simulation": "exact simulation",
+    "best": "best adapter by",
+    "heldout": "held-out rows",
+    "sync": "weight sync",
+}
+
+
 def adapter_advice(run: Run) -> str:
     """A sentence that says which adapter to load."""
     if reason := run.best.get("in_words"):
@@ -40,11 +51,11 @@ def adapter_advice(run: Run) -> str:
 def facts(run: Run) -> list[tuple[str, str]]:
     """(label, text) of the run's model, data, settings, machine and time."""
     settings, machine, seconds = run.settings, object_at(run.record, "machine"), run.metrics["step_s"].dropna()
-    rewards, _ = run.choices.get("rewards", ("?", ""))
+    (rewards, _), (heldout, _) = (run.choices.get(name, ("?", "")) for name in ("rewards", "heldout"))
     known = defaultdict(lambda: "?", settings)
     known |= {
         "REWARDS": settings.get("REWARDS") or rewards,
-        "EVAL_DATA": settings.get("EVAL_DATA") or "rows held out of DATA, if any",
+        "EVAL_DATA": settings.get("EVAL_DATA") or f"{heldout} rows held out of DATA",
     }
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
     rows = [(label, without_folders(str(known[name]))) for label, name in names.items()]
@@ -61,6 +72,10 @@ def settings_rows(run: Run) -> list[list[str]]:
 
 
 def choices_rows(run: Run) -> list[list[str]]:
-    """Every automatic choice and its reason."""
+    """Every automatic choice and its reason; that of the simulation only where there was one."""
     words = {"True": "yes", "False": "no", "None": "none"}
-    return [[name, words.get(str(value), str(value)), reason] for name, (value, reason) in run.choices.items()]
+    return [
+        [CHOICES.get(name, name), words.get(str(value), str(value)), reason]
+        for name, (value, reason) in run.choices.items()
+        if name != "simulation" or run.simulator
+    ]

@@ -44,7 +44,7 @@ def evaluation_table(results: Mapping[str, Any]) -> str:
     names = {key: name for key, name in MODEL_NAMES.items() if key in results}
     functions = dict.fromkeys(name for key in names for name in results[key].get("functions", {}))
     for function in functions if len(functions) > 1 or "oracle" in results else ():
-        rows.append([f"{function}:"])
+        rows.append([f"function {function}:"])
         scores = {name: object_at(results[key], "functions", function) for key, name in names.items()}
         rows += [[f"  {name}", with_interval(figures, "reward")] for name, figures in scores.items()]
     heading = f"Mean reward at temperature {results['temperature']:g}, {how}, 95% interval over {over}"

@@ -31,7 +31,7 @@ class AnswerRewards:
 
     A completion that is learned from as it was sampled has no position and no actions; `base_reward` is its reward."""
 
-    # That of an unreadable answer, plus `other_reward`; NaN if every function left the completion out.
+    # The reward of an unreadable answer, plus `other_reward`; NaN if every function left the completion out.
     base_reward: float
     position: int = -1  # of the answer's token in the completion
     tokens: Sequence[int] = ()  # (K,): the token that names each action

@@ -63,7 +63,7 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
 
     Raises ValueError where the model cannot be loaded. OUTPUT_DIR changes only after training."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    s, folder, files, plan = resolved.settings, resolved.run.folder, resolved.files, resolved.plan
+    s, folder, files, plan = resolved.settings, resolved.state.folder, resolved.files, resolved.plan
     assert files and plan  # A run that passed its checks has both.
     model_path = str(files.folder)
     tokenizer = load_tokenizer(model_path)
@@ -81,7 +81,7 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
     if s.INIT_ADAPTER:
         load_adapter(policy, s.INIT_ADAPTER)
     trainer.train()
-    prepare_run(resolved.run, s, run_records(resolved))
+    prepare_run(resolved.state, s, run_records(resolved))
     # PEFT's own card would name the path of the base model's files, and PEFT has no hook for another text.
     policy.create_or_update_model_card = lambda output_dir: write_text(  # type: ignore[method-assign]
         Path(output_dir) / "README.md", model_card(s, s.TOTAL_STEPS, "")

@@ -40,6 +40,7 @@ from grpo.run.archive import model_card
 from grpo.run.best import loading_advice, read_best
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
 from grpo.run.durable import write_text
+from grpo.run.layout import BEST
 from grpo.run.logs import EVALUATED, RunLog
 from grpo.settings import log
 
@@ -110,10 +111,13 @@ class Trainer(Learner):
 
     def write_model_card(self, folder: str | Path) -> None:
         """Writes README.md of the adapter in `folder`; in OUTPUT_DIR it also says which adapter to load."""
-        step, note = self.state.global_step, ""
+        step, note, adapter = self.state.global_step, "", "."
         if Path(folder) == self.run.folder:
-            note = loading_advice(read_best(self.run.folder), step)
-        write_text(Path(folder) / "README.md", model_card(self.run.settings, step, self.reward_summary, note))
+            record = read_best(self.run.folder)
+            note = loading_advice(record, step)
+            adapter = BEST if record.get("better_than_base") else "."
+        card = model_card(self.run.settings, step, self.reward_summary, note, adapter)
+        write_text(Path(folder) / "README.md", card)
 
     # `trial` is None because no run is part of a hyperparameter search.
     def _save_checkpoint(self, model: torch.nn.Module, trial: None) -> None:  # type: ignore[override]

@@ -21,7 +21,7 @@ def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
         if every_setting or (source not in ("default", "tiny", "chosen") and value != spec.default):
             lines.append(f"  {name:<25} {show(value):<28} {spec.metadata['unit']:<12} {source}")
     lines += ["", "This run", *(f"  {title:<16} {text}" for title, text in run_lines(resolved))]
-    warnings = [*resolved.warnings, *data_warnings(resolved), *resolved.run.notes]
+    warnings = [*resolved.warnings, *data_warnings(resolved), *resolved.state.notes]
     return "\n".join([*lines, *map(banner_text, warnings)])
 
 
@@ -65,7 +65,7 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
         activations = "recomputed" if s.GRADIENT_CHECKPOINTING else "kept"
         yield "activations", f"{activations}: {reasons['gradient_checkpointing']}"
         yield from memory_lines(resolved.plan, machine, s.DIRECT_ANSWERS)
-    yield "OUTPUT_DIR", f"{resolved.run.folder}: {output_dir_text(resolved)}"
+    yield "OUTPUT_DIR", f"{resolved.state.folder}: {output_dir_text(resolved)}"
 
 
 def reward_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
@@ -81,7 +81,7 @@ def reward_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
 
 def output_dir_text(resolved: ResolvedRun) -> str:
     """Says what the run does with OUTPUT_DIR."""
-    state = resolved.run
+    state = resolved.state
     if any(problem.startswith("OUTPUT_DIR=") for problem in resolved.problems):
         return "cannot be used, see below"
     if state.exists and resolved.settings.OVERWRITE:
@@ -134,9 +134,11 @@ def memory_lines(plan: Plan, machine: Machine, direct: bool = False) -> Iterator
 
 
 def data_warnings(resolved: ResolvedRun) -> list[str]:
-    """Warnings if no row could be held out, and if held-out prompts are trained on."""
+    """Warnings if no row could be held out, and if held-out prompts are trained on. An EVAL_DATA without rows is a
+    problem already."""
     warnings, rows, settings = [], resolved.rows, resolved.settings
-    if rows and not resolved.eval_rows and settings.EVAL_SAMPLES and settings.EVAL_SHARE:
+    is_split = settings.EVAL_DATA is None and settings.EVAL_SAMPLES and settings.EVAL_SHARE
+    if rows and is_split and not resolved.eval_rows:
         warnings.append(
             "Nothing is measured, so nothing will say whether the adapter beats the base model. Held out: "
             f"{resolved.reasons['heldout']}. Set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip this"

@@ -89,7 +89,7 @@ def check_settings(settings: Settings, config: ModelConfig | None, machine: Mach
         problems.add("LORA_R", fault, "Lower it, or leave out experts and ROLLOUT_SYNC, or set USE_VLLM=0")
     for name in ("TEMPERATURE", "EVAL_TEMPERATURE") if beside_vllm else ():
         if not VLLM_COLDEST <= getattr(settings, name) <= 2:
-            fault = f"vLLM samples no colder than {VLLM_COLDEST}, and vLLM takes at most 2"
+            fault = f"vLLM samples at temperatures from {VLLM_COLDEST} to 2"
             problems.add(name, fault, "Set it between the two, or USE_VLLM=0")
     if settings.WARMUP_STEPS >= settings.TOTAL_STEPS:
         fault = f"the learning rate would rise over {settings.WARMUP_STEPS} steps, the run has {settings.TOTAL_STEPS}"
@@ -207,7 +207,7 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
 def keep_generation_batch(resolved: ResolvedRun, problems: Problems) -> ResolvedRun:
     """Returns the run with the GENERATION_BATCH that `auto` chose at its start, if it is resumed: another one would
     sample differently. Adds a problem if it began with vLLM and would go on without, or the other way round."""
-    state, settings = resolved.run, resolved.settings
+    state, settings = resolved.state, resolved.settings
     if not state.step or not resolved.plan:
         return resolved
     rollouts, recorded = state.choices.get("rollouts"), object_at(state.choices, "plan").get("generation_batch")
@@ -232,11 +232,11 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     ranks = ranks or Ranks()
     resolved = resolve(settings, read_facts(settings, sources, machine, ranks, problems), problems)
     garbage_warning = check_input(resolved, problems)
-    state = resolved.run if ranks.rank else inspect_run(resolved.settings, resolved.rows, problems)
+    state = resolved.state if ranks.rank else inspect_run(resolved.settings, resolved.rows, problems)
     step, recorded = ranks.broadcast((state.step, state.choices))
-    resolved = dataclasses.replace(resolved, run=dataclasses.replace(state, step=step, choices=recorded))
+    resolved = dataclasses.replace(resolved, state=dataclasses.replace(state, step=step, choices=recorded))
     resolved = keep_generation_batch(resolved, problems)
-    check_start_adapter(resolved.settings, resolved.run, resolved.adapter.digest, problems)
+    check_start_adapter(resolved.settings, resolved.state, resolved.adapter.digest, problems)
     if resolved.files and resolved.inputs and resolved.plan:
         check_memory(resolved.settings, resolved.inputs, problems)
         check_disk(resolved.settings, resolved.files, resolved.plan.adapter, problems)
@@ -326,7 +326,7 @@ def run_records(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
         "machine": dataclasses.asdict(resolved.machine),
         "data_sha256": data_fingerprint(resolved.rows),
         "command": " ".join([Path(sys.executable).name, Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "resumed_from_step": resolved.run.step,
+        "resumed_from_step": resolved.state.step,
     }
     versions = {"python": platform.python_version()} | installed_versions([*TESTED, "vllm", "triton", "pandas"])
     return {"settings.json": settings_json, "versions.json": versions}

@@ -122,7 +122,7 @@ def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Seque
         return False, "set by EXPECTED_REWARD"
     for obstacle in expected_reward_obstacles(settings, rows, names):
         return False, obstacle
-    return True, f"every row has the reward of each action, and {', '.join(names)} can be looked up there"
+    return True, f"every row has the reward of each action, and REWARDS a function of it alone ({', '.join(names)})"
 
 
 def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:

@@ -104,7 +104,7 @@ class ResolvedRun(Facts):
     exact: bool  # Held-out rows are evaluated by the probabilities of all answers, instead of samples.
     exact_loop: bool  # The simulator goes through all states that can be reached, instead of samples of them.
     best_by: str  # A value of BEST_BY; empty if nothing is measured.
-    run: RunState  # The state of OUTPUT_DIR.
+    state: RunState  # What OUTPUT_DIR holds.
     problems: Problems = dataclasses.field(default_factory=Problems)
     warnings: tuple[str, ...] = ()
 
@@ -241,5 +241,5 @@ def resolve(settings: Settings, facts: Facts, problems: Problems) -> ResolvedRun
         exact=exact,
         exact_loop=exact_loop,
         best_by=best_by,
-        run=RunState(run_folder(settings)),
+        state=RunState(run_folder(settings)),
     )

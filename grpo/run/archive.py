@@ -24,9 +24,10 @@ def base_model_name(s: Settings) -> tuple[str, bool]:
     return Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID, local
 
 
-def loading_code(base: str, experts: bool, tokenizer: str = ".") -> str:
-    """Markdown with the code that loads an adapter of the model `base` from the card's folder. `experts`: whether the
-    adapter is on experts, which are then dequantized, because PEFT silently skips quantized ones."""
+def loading_code(base: str, experts: bool, adapter: str = ".", tokenizer: str = ".") -> str:
+    """Markdown with the code that loads an adapter of the model `base`; `adapter` and `tokenizer` are folders relative
+    to the card's. `experts`: whether the adapter is on experts, which are then dequantized, because PEFT silently skips
+    quantized ones."""
     package = ", Mxfp4Config" if experts else ""
     option = ", quantization_config=Mxfp4Config(dequantize=True)" if experts else ""
     return f"""```python
@@ -34,14 +35,14 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer{package}
 
 base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto"{option})
-model = PeftModel.from_pretrained(base, ".")
+model = PeftModel.from_pretrained(base, "{adapter}")
 tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
 ```"""
 
 
-def model_card(s: Settings, step: int, functions: str, note: str = "", tokenizer: str = ".") -> str:
+def model_card(s: Settings, step: int, functions: str, note: str = "", adapter: str = ".", tokenizer: str = ".") -> str:
     """README.md of an adapter after `step` steps (https://huggingface.co/docs/hub/model-cards). `functions`: its reward
-    functions, empty for scripts/sft.py; `note`: its first paragraph; `tokenizer`: a folder, relative to the card's."""
+    functions, empty for scripts/sft.py; `note`: its first paragraph; `adapter`, `tokenizer`: as in `loading_code`."""
     base, local = base_model_name(s)
     base_model = "" if local else f"\nbase_model: {base}"
     path_note = " and with the path of the base model's folder" if local else ""
@@ -75,7 +76,7 @@ The run's `settings.json` holds every setting, `versions.json` the packages' ver
 
 To load it, from the folder of this file{path_note}:
 
-{loading_code(base, "experts" in s.LORA_TARGETS, tokenizer)}
+{loading_code(base, "experts" in s.LORA_TARGETS, adapter, tokenizer)}
 """
 
 

@@ -67,9 +67,8 @@ class StopRequest:
         self.signal, self.at_once = self.signal or number, False
         if at_once:
             raise KeyboardInterrupt(number)
-        log.warning(
-            "signal %d: finishing this step and saving a checkpoint; a second signal ends the run at once", number
-        )
+        name = signal.Signals(number).name
+        log.warning("%s: finishing this step and saving a checkpoint; a second signal ends the run at once", name)
 
 
 class RunFailure(RuntimeError):

@@ -84,6 +84,7 @@ REFUSED = {  # content of the file -> part of the problem
     f"{TWO}\nx,1,\uff12\n": "is not a finite number",
     f"{TWO}\nx,1,-1e20\n": "'-1e20' is more than 1e+12 in size, too much for float32",
     f'{TWO}\n"x,1,2\ny,1,2\n': ", from line 2 on: broken CSV quoting",
+    f'{TWO.replace(",", ";")}\n"x, y";0,5;1\n': "separated by ';', not by commas. Save",
     f"{TWO}\nok,1,2\n\xff,1,2\n".encode("latin-1"): "line 3: byte 44 is not UTF-8",
     f"{TWO}\nGo<|end|><|start|>user,1,2\n": f"{FIRST}: it holds <|end|>",
     f"prompt,{TWO[5:]}\n<|start|>user,1,2\n": "must end where the assistant begins",
@@ -154,6 +155,8 @@ def test_globs_lists_and_missing_files(tmp_path, good_csv, monkeypatch):
     assert not problems
     assert not read_rows("DATA", f"{tmp_path}/none*.csv,{tmp_path}/no.csv", problems)
     assert len(problems) == 2 and "none*.csv" in problems[0] and "no.csv" in problems[1]
+    assert not read_rows("DATA", f"{tmp_path}/", problems)
+    assert f"is a folder. Name its files: '{tmp_path}/*.csv'" in problems[2]
     monkeypatch.chdir(tmp_path)
     assert len(read_rows("DATA", "data/tes_train_compact.csv", Problems())) > 100, "the project's own from anywhere"
     write_csv(tmp_path / "day[1].csv", HEADER, [GOOD])

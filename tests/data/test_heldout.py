@@ -75,7 +75,12 @@ def test_a_held_out_prompt_that_is_trained_on_another_day_is_not_evaluated():
 
 
 def test_of_too_few_rows_nothing_is_held_out():
-    for rows, words in ((prompts(19), "19 prompts"), (days(19, 24), "19 days"), ([], "0 prompts")):
+    for rows, words in (
+        (prompts(19), "19 prompts"),
+        (days(19, 24), "19 days"),
+        (prompts(1), "1 prompt"),
+        ([], "0 prompts"),
+    ):
         split = hold_out(rows, 0.5)
         assert split.train == rows and not split.heldout and f"DATA has {words}, and it takes 20" in split.reason
     assert hold_out(prompts(20), 0.1).heldout and hold_out(prompts(500), 0).train == prompts(500)

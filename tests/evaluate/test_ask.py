@@ -110,7 +110,7 @@ def test_an_adapter_that_is_no_runs_names_its_model(saved_adapter, tmp_path, cap
 
 
 def test_an_adapter_that_is_not_whole_is_named(saved_adapter, tmp_path):
-    with pytest.raises(InputError, match=r"it lacks adapter_config.json and adapter_model.safetensors\. Name"):
+    with pytest.raises(InputError, match=r"it lacks adapter_config.json and \S+ Name the folder of a run that has"):
         ask.main([str(tmp_path), "hello", "--model", "tiny"])
     (shutil.copytree(saved_adapter, tmp_path / "best") / "best.json").write_text('{"adapter_sha256": "0"}')
     with pytest.raises(InputError, match="adapter_model.safetensors is damaged"):

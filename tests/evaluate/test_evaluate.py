@@ -12,7 +12,7 @@ from unittest import mock
 import evaluate as ev
 import pytest
 from closed_loop_schema import check_schema
-from conftest import RENDERED, ROOT, run_script
+from conftest import RENDERED, ROOT, run_script, write_csv
 from machines import H100
 from safetensors.torch import load_file, save_file
 from stub_vllm import stub_engine
@@ -92,6 +92,13 @@ def test_windows_are_those_of_the_option_else_of_the_run_else_of_the_demo(tmp_pa
         settings = Settings(EVAL_PROFILE=recorded and str(recorded))
         plan = SIMULATOR.plan_by_hand([str(path) for path in profiles], settings, "", problems)
         assert plan.profiles == (name,) and not problems
+
+
+def test_a_run_on_other_rows_is_told_so_before_it_controls_the_plant(tmp_path):
+    write_csv(tmp_path / "own.csv", ["user", "answer"], [["Which city?", "Rome"]])
+    for data, reason in (("own.csv", "DATA has no prompts of the plant: --data scores rows"), ("gone.csv", "missing")):
+        plan = SIMULATOR.plan_by_hand([], Settings(DATA=str(tmp_path / data)), "", Problems())
+        assert plan.reason.startswith("full prompts") and reason in plan.reason
 
 
 def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path):

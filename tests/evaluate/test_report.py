@@ -15,6 +15,7 @@ from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_data
 from grpo.evaluate.page import write_report
 from grpo.evaluate.pictures import CURVES
+from grpo.evaluate.report import choices_rows, facts
 from grpo.evaluate.run_data import read_examples, read_metrics, read_run
 from grpo.evaluate.tables import evaluation_table
 from grpo.run.logs import EVALUATED
@@ -50,6 +51,13 @@ def figures_of(folder: Path) -> list[str]:
 
 def text_of(folder: Path) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "|", (folder / "report.html").read_text(encoding="utf-8")))
+
+
+def test_choices_have_names_that_say_what_was_chosen_and_no_simulation_is_told_of_where_none_was(tmp_path):
+    choices = {"rollouts": [False, "no GPU"], "simulation": [True, "small"], "heldout": [10, "a hash"]}
+    run = read_run(write_run(tmp_path / "run", [metrics_row(1)], settings={"settings": {}, "choices": choices}))
+    assert choices_rows(run) == [["vLLM generates", "no", "no GPU"], ["held-out rows", "10", "a hash"]]
+    assert ("Held-out data", "10 rows held out of DATA") in facts(run)
 
 
 def test_the_page_of_a_full_run_is_one_file_without_network_and_tells_all(full):
@@ -172,7 +180,7 @@ def test_the_table_of_the_terminal_names_models_references_and_functions():
     spread = ["0.500", "(0.400", "to", "0.600)"]
     assert ["base", "model", *spread, "-", "1.00", "-", "-"] in lines
     assert ["base", "model,", "greedy", "-", "-", "-", "-", "-"] in lines
-    assert lines[lines.index(["a:"]) + 2] == ["trained", *spread]
+    assert lines[lines.index(["function", "a:"]) + 2] == ["trained", *spread]
 
 
 DAMAGED = [

@@ -69,7 +69,7 @@ def checked(ranks, tmp_path, own):
     checks.inspect_run = lambda *_: RunState(tmp_path, 9, tmp_path, True, {"plan": {"generation_batch": ranks.size}})
     resolved = checks.preflight(environ, machine, ranks)
     assert resolved.problems or "2, each with its own model: 4, 4 of 8 prompts" in banner(resolved)
-    return list(resolved.problems) or [resolved.run.step, resolved.plan.generation_batch]
+    return list(resolved.problems) or [resolved.state.step, resolved.plan.generation_batch]
 
 
 ON_ANY_MACHINE = {"USE_VLLM": "0", "ATTN_IMPL": "eager", "EXPERTS": "bf16"}

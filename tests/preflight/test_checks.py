@@ -32,8 +32,8 @@ CONFLICTS = [
     ({"ATTN_IMPL": "torch_flash"}, CPU, ["needs a GPU"]),
     ({"ATTN_IMPL": "org/kernel", "PACKING": "prefix"}, H100, ["PACKING: org/kernel takes padded rows only"]),
     ({}, dataclasses.replace(H100, capability=7.5), ["GPU: ", "compute capability 7.5"]),
-    ({"EVAL_TEMPERATURE": 2.1}, H100, ["EVAL_TEMPERATURE", "takes at most 2"]),
-    ({"TEMPERATURE": 0.005}, H100, ["no colder than 0.01", "USE_VLLM=0"]),
+    ({"EVAL_TEMPERATURE": 2.1}, H100, ["EVAL_TEMPERATURE", "from 0.01 to 2"]),
+    ({"TEMPERATURE": 0.005}, H100, ["at temperatures from 0.01 to 2", "USE_VLLM=0"]),
     ({"LOSS_TYPE": "vespo", "IS_CORRECTION": "sequence_mask"}, CPU, ["vespo"]),
     ({"LORA_TARGETS": "q_proj, v_porj"}, CPU, ["'v_porj' is nothing in gpt-oss", "nearest is v_proj"]),
     ({"LORA_TARGETS": "q_proj,24.experts"}, CPU, ["'24.experts' matches nothing", "layers 0 to 23"]),
@@ -327,8 +327,9 @@ def test_long_prompts_are_named(tiny_run, tmp_path):
 
 def test_a_resumed_run_keeps_what_auto_chose(tiny_run, tmp_path):
     choices = {"rollouts": [False, ""], "plan": {"generation_batch": 2}}
-    problems, run = Problems(), RunState(tmp_path, 4, tmp_path, True, choices)
-    fresh, chosen = (dataclasses.replace(tiny_run(**changes), run=run) for changes in ({}, {"GENERATION_BATCH": 16}))
+    problems, state = Problems(), RunState(tmp_path, 4, tmp_path, True, choices)
+    runs = (tiny_run(), tiny_run(GENERATION_BATCH=16))
+    fresh, chosen = (dataclasses.replace(resolved, state=state) for resolved in runs)
     plan = checks.keep_generation_batch(fresh, problems).plan
     assert (plan.generation_batch, plan.generation_batch_reason) == (2, "as the run was started") and not problems
     assert checks.keep_generation_batch(chosen, problems) == chosen and not problems
@@ -355,6 +356,8 @@ def test_a_run_is_warned_where_nothing_is_held_out_or_it_is_trained_on(tiny_run,
     assert "EVAL_DATA='...'" in warning and "EVAL_SAMPLES=0" in warning
     for changes in ({"EVAL_SAMPLES": 0}, {"EVAL_SHARE": 0}, {"EVAL_DATA": "data/tes_heldout_compact.csv"}):
         assert not banner.data_warnings(tiny_run(**{"EVAL_SAMPLES": 8, "DATA": good_csv} | changes))
+    mistyped = tiny_run(EVAL_SAMPLES=8, DATA=good_csv, EVAL_DATA="gone.csv")
+    assert "no file matches" in only(mistyped.problems) and not banner.data_warnings(mistyped), "one fault, one remedy"
     rows = [[RENDERED.format(text), 0, 1] for text in ("question 3", "question 3", "question 7", "another")]
     other = write_csv(tmp_path / "other.csv", HEADER, rows)
     warning = only(banner.data_warnings(tiny_run(EVAL_SAMPLES=8, DATA=good_csv, EVAL_DATA=other)))

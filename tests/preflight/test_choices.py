@@ -48,7 +48,7 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_rewards, (None, [VALUED, VALUED]), "regret", "every training row has q_action_k"),
     (choices.choose_rewards, (None, [VALUED, BARE]), "action", "old.csv has no q_action_k"),
     (choices.choose_rewards, (None, []), "action", "no training rows"),
-    (expected, ({},), True, "regret can be looked up there"),
+    (expected, ({},), True, "a function of it alone (regret)"),
     (expected, ({"EXPECTED_REWARD": False},), False, "set by EXPECTED_REWARD"),
     (expected, ({}, [BARE], []), False, "no function of REWARDS"),
     (expected, ({"IMPORTANCE_SAMPLING_LEVEL": "sequence"},), False, "IMPORTANCE_SAMPLING_LEVEL=sequence weights"),

@@ -80,6 +80,7 @@ def test_the_model_card_names_a_hub_model_and_a_folder(tmp_path):
     assert 'from_pretrained("openai/gpt-oss-20b"' in card and "Mxfp4Config" not in card
     assert "Mxfp4Config(dequantize=True))" in model_card(Settings(LORA_TARGETS="q_proj,7.experts"), 7, "")
     assert "completions each" not in model_card(Settings(DIRECT_ANSWERS=True), 7, "action x 1")
+    assert 'from_pretrained(base, "best")' in model_card(Settings(), 7, "action x 1", adapter="best")
     (tmp_path / "mine").mkdir()
     card = model_card(Settings(MODEL_ID=str(tmp_path / "mine")), 7, "action x 1")
     assert str(tmp_path) not in card and 'from_pretrained("mine"' in card and "base_model:" not in card

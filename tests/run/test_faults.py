@@ -142,13 +142,13 @@ def test_neither_nohup_nor_a_reader_that_is_gone_ends_the_run(tmp_path):
     assert process.wait() == 0 and (folder / COMPLETE).exists() and has_line(folder, "complete: 3 steps")
 
 
-def test_a_second_hang_up_is_ignored_and_a_second_ctrl_c_is_not():
+def test_a_second_hang_up_is_ignored_and_a_second_ctrl_c_is_not(caplog):
     """Shell and kernel both send SIGHUP."""
     request = StopRequest()
     request.at_once = False
     request.receive(signal.SIGHUP)
     request.receive(signal.SIGHUP)
-    assert request.signal == signal.SIGHUP
+    assert request.signal == signal.SIGHUP and caplog.text.count("SIGHUP: finishing this step") == 1
     with pytest.raises(KeyboardInterrupt) as stop:
         request.receive(signal.SIGINT)
     assert stop.value.args == (signal.SIGINT,) and request.signal == signal.SIGHUP

@@ -98,7 +98,9 @@ def test_the_model_card(whole_run, monkeypatch, tiny):
     assert "for data/tiny, trained for 6 steps with GRPO" in card and "data/tiny of the project train_grpo.py" in card
     assert "base_model" not in card and "None" not in card and str(tiny.parent) not in card
     note = card.split("\n\n")[2] + "\n\n"
-    assert note.strip() == loading_advice(read_best(whole_run), 6).strip() and card.replace(note, "") == saved
+    assert note.strip() == loading_advice(read_best(whole_run), 6).strip()
+    assert card.replace(note, "").replace('(base, "best")', '(base, ".")') == saved
+    assert ('from_pretrained(base, "best")' in card) == ("Load the adapter in `best/`" in note)
     code = card.split("```python\n")[1].split("```")[0].replace('"data/tiny"', repr(str(tiny)))
     monkeypatch.chdir(whole_run)
     variables: dict = {}

@@ -30,7 +30,7 @@ def start(monkeypatch, tmp_path, quiet):
                 patch.setenv(name, value)
             patch.setattr(layout, "lock_run", lambda path: [before(), lock_run(path)][1])
             patch.setattr(train_grpo, "preflight", lambda *arguments: [meanwhile(), preflight(*arguments)][1])
-            patch.setattr(train_grpo, "launch", lambda result: launched.append(result.run) or 0)
+            patch.setattr(train_grpo, "launch", lambda result: launched.append(result.state) or 0)
             code = train_grpo.main(arguments)
         return code, launched[0] if launched else None
 
@@ -43,7 +43,7 @@ def test_a_start_locks_first_and_then_checks_what_is_there(start, tmp_path, capf
     def run_of_two_steps():
         """Another process had the same settings and the lock."""
         result = preflight(os.environ)
-        prepare_run(result.run, result.settings, run_records(result))
+        prepare_run(result.state, result.settings, run_records(result))
         write_steps(path, [1, 2], 12, saved=[2])
 
     code, state = start(run_of_two_steps, lambda: locks.append(lock_run(path)))

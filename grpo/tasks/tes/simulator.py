@@ -87,12 +87,14 @@ def make_plan(
 
 def recorded_prompt(settings: Settings) -> tuple[str, str]:
     """(kind of the prompts, reason), read from the run's held-out or training rows if their files can be read."""
+    problem = "the run's data are missing"
     for name in ("EVAL_DATA", "DATA"):
-        rows = read_rows(name, getattr(settings, name) or "", Problems())
-        if rows and (kind := prompt_kind([row.messages for row in rows])):
-            return kind, f"as in {name}"
+        if rows := read_rows(name, getattr(settings, name) or "", Problems()):
+            if kind := prompt_kind([row.messages for row in rows]):
+                return kind, f"as in {name}"
+            problem = f"{name} has no prompts of the plant: --data scores rows"
     kind = "compact" if settings.MODEL_ID == "tiny" else "full"
-    return kind, "the run's data are missing; the model's usual kind"
+    return kind, f"{problem}; the model's usual kind"
 
 
 class ClosedLoop(Simulator):
