@@ -46,7 +46,7 @@ def decode(
     **inputs: Any,
 ) -> Tensor:
     """Ids (B, L + C) of prompts (B, L), padded on the left, and their completions. transformers' generate prepares the
-    arguments and calls this function as `custom_generate`. It draws tokens and ends rows as their own loop.
+    arguments and calls this function as `custom_generate`. It draws tokens and ends rows as its own loop does.
 
     https://huggingface.co/docs/transformers/generation_strategies#custom-generation-methods"""
     assert generation_config.max_length is not None
