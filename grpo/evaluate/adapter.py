@@ -18,7 +18,7 @@ from grpo.settings import Problems, Settings, load_settings, show
 # Settings that are taken from the record of the adapter's run; all others come from the command's environment.
 RECORDED = (
     "MODEL_ID", "TASK", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA",
-    "EVAL_SAMPLES", "EVAL_EXACT", "EVAL_PROFILE", "SYSTEM_PROMPT", "DIRECT_ANSWERS",
+    "EVAL_SHARE", "EVAL_SAMPLES", "EVAL_EXACT", "EVAL_PROFILE", "SYSTEM_PROMPT", "DIRECT_ANSWERS",
 )  # fmt: skip
 # These are recorded too, but the environment may replace them, because other rows may need other values.
 REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD")
