@@ -67,6 +67,21 @@ def test_a_csv(adapter, tmp_path, capsys):
     assert len(answers_of(capsys, adapter, questions, "--temperature", "5")) == 3
 
 
+def test_actions_are_shown_only_where_the_run_or_the_row_has_some(adapter, tmp_path, capsys):
+    """A run on free text writes numbers in brackets too, which name no action."""
+    record = {"settings": {"MODEL_ID": "tiny", "MAX_COMPLETION_LEN": 8, "REWARDS": "mine:score,format=0.5"}}
+    (adapter / "settings.json").write_text(json.dumps(record))
+    assert ask.main([str(adapter), QUESTION, "--base"]) == 0
+    assert "action:" not in capsys.readouterr().out
+    questions = write_csv(tmp_path / "asked.csv", ["prompt", "note"], [[QUESTION, "x"]])
+    assert list(answers_of(capsys, adapter, questions)[0]) == ["prompt", "note", "completion"]
+    header = ["prompt", "reward_action_0", "reward_action_1"]
+    assert "action" in answers_of(capsys, adapter, write_csv(questions, header, [[QUESTION, 0, 1]]))[0]
+    record["settings"]["REWARDS"] = "mine:score, best=2"
+    (adapter / "settings.json").write_text(json.dumps(record))
+    assert "action" in answers_of(capsys, adapter, write_csv(questions, ["prompt"], [[QUESTION]]))[0]
+
+
 def test_rewards_are_not_needed(adapter, tmp_path, capsys):
     """Cells of theirs pass through as they are."""
     header = ["prompt", "reward_action_0", "reward_action_1", "q_action_0", "q_action_1"]
