@@ -12,6 +12,8 @@ import torch
 from conftest import QUESTION, ROOT, SYSTEM, read_csv, write_csv
 from safetensors.torch import load_file, save_file
 
+from grpo.evaluate.adapter import note_best
+from grpo.run.durable import file_sha256, write_sealed
 from grpo.run.folder import ADAPTER
 from grpo.settings import InputError
 
@@ -46,6 +48,17 @@ def test_one_prompt(adapter, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert completion not in printed.out, "random weights answer otherwise"
     assert printed.err.endswith(f"({adapter} holds the last step's adapter; step 5 is the best: {adapter / 'best'})\n")
+
+
+def test_a_best_adapter_that_is_the_last_step_s_is_not_named(saved_adapter, tmp_path, capsys):
+    folder = shutil.copytree(saved_adapter, tmp_path / "run")
+    record = {"in_words": "step 30 is the best", "adapter_sha256": file_sha256(folder / ADAPTER)}
+    write_sealed(shutil.copytree(saved_adapter, folder / "best") / "best.json", record)
+    note_best(folder)
+    assert not capsys.readouterr().err
+    (folder / ADAPTER).write_bytes(b"a later step")
+    note_best(folder)
+    assert "step 30 is the best" in capsys.readouterr().err
 
 
 def test_a_completion_is_printed_to_its_last_token(adapter, capsys, monkeypatch):
