@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.csv:
         print(as_csv(answers), end="")
     else:
-        print(f"{answers[0]['completion']}\naction: {answers[0]['action']}")
+        print(answers[0]["completion"])
+        if "action" in answers[0]:
+            print(f"action: {answers[0]['action']}")
     return 0
 
 

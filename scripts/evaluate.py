@@ -5,14 +5,15 @@
     python scripts/evaluate.py runs/first --data my.csv             # mean reward on these rows (settings from its run)
     python scripts/evaluate.py runs/first/best --data my.csv --base-too     # and that of its base model
     python scripts/evaluate.py runs/first --data my.csv --rewards mine:score
-    python scripts/evaluate.py runs/first                           # without --data: the plant, in closed loop
+    python scripts/evaluate.py runs/first                           # its held-out rows, or the plant in closed loop
     python scripts/evaluate.py --model tiny                         # a base model
     python scripts/evaluate.py runs/first --profile profiles/*.csv --samples 8
 
-With --data every row is answered and scored as the run scores its held-out rows. Without it the model controls the
-plant hour by hour, beside rules and the exact optimum: every window is three days of a profile (docs/plant.md) that
-begin with 150 kWh stored. Each hour's prompts of all windows are one batch; the answer moves the plant, and the plant's
-new state makes the next prompt. docs/evaluation.md defines every figure.
+With --data every row is answered and scored as the run scores its held-out rows. Without it those rows are scored,
+unless the run's rows are the plant's: then the model controls it hour by hour, beside rules and the exact optimum.
+Every window is three days of a profile (docs/plant.md) that begin with 150 kWh stored. Each hour's prompts of all
+windows are one batch; the answer moves the plant, and its new state makes the next prompt. docs/evaluation.md defines
+every figure.
 Exit codes: 0 done, 2 bad input (every problem is named), 4 vLLM failed, 1 anything else.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.adapter import note_best
-from grpo.evaluate.by_hand import evaluate_rows, simulate
+from grpo.evaluate.by_hand import evaluate
 from grpo.run.ending import run_script
 from grpo.settings import in_range
 
@@ -32,13 +33,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run's folder, its best/, or a checkpoint")
-    parser.add_argument("--data", nargs="+", metavar="FILE", help="score rows, read as DATA is, instead of simulating")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help="rows to score, read as DATA is")
     parser.add_argument("--rewards", metavar="REWARDS", help="reward functions for --data (default: the run's)")
     parser.add_argument("--base-too", action="store_true", help="evaluate the base model as well (with RUN)")
     parser.add_argument("--model", metavar="MODEL_ID", help="base model (default: the adapter's run's, or MODEL_ID)")
     text = "answers to each row, or passes of the simulator (default: the run's EVAL_SAMPLES)"
     parser.add_argument("--samples", type=in_range(1, 1000, int), metavar="N", help=text)
-    text = "JSON to write (default evaluation-NAME.json in RUN or the current folder; NAME: --data's or closed_loop)"
+    text = "JSON to write (default evaluation-NAME.json in RUN or here; NAME: --data's, heldout or closed_loop)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=text)
     text = "without --data: input files of the simulator (default: the run's EVAL_PROFILE, else its task's)"
     parser.add_argument("--profile", nargs="+", metavar="CSV", help=text)
@@ -54,7 +55,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    text, path = evaluate_rows(args) if args.data else simulate(args)
+    text, path = evaluate(args)
     print(text)
     print(f"written: {path}")
     if args.run:

@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"written: {args.out}")
         if share is None:
             print("the adapter is zero: this is the base model")
+        elif share >= 0.9995:  # It would be printed as 100.0%.
+            print("all of the adapter's update is in it, to a tenth of a percent")
         else:
             print(
                 f"{share:.1%} of the adapter's update is in it: the rest is smaller than half a step of BF16 at these"

@@ -57,6 +57,8 @@ def read_news(path: Path) -> list[str]:
 
 def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFrame) -> str:
     """Why no next step will come, or else how long the run still takes."""
+    if not folder.exists():
+        return f"{folder} does not exist yet: waiting for a run to make it"
     total, step = settings.get("TOTAL_STEPS", 0), metrics["step"].max() if len(metrics) else 0
     # A run that is resumed with more steps still has the complete.json of its first steps, which does not count.
     if finite_number(read_json(folder / COMPLETE).get("steps")) >= total:

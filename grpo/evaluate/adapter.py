@@ -11,14 +11,14 @@ from grpo.plan.hub import ModelFiles, count_parameters, find_model
 from grpo.plan.machine import GIB, Machine
 from grpo.preflight.adapter import CONFIG, missing_files
 from grpo.run.best import adapter_fault, read_best
-from grpo.run.durable import read_json
-from grpo.run.layout import SETTINGS
+from grpo.run.durable import file_sha256, read_json
+from grpo.run.layout import ADAPTER, SETTINGS
 from grpo.settings import Problems, Settings, load_settings, show
 
 # Settings that are taken from the record of the adapter's run; all others come from the command's environment.
 RECORDED = (
     "MODEL_ID", "TASK", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA",
-    "EVAL_SAMPLES", "EVAL_EXACT", "EVAL_PROFILE", "SYSTEM_PROMPT", "DIRECT_ANSWERS",
+    "EVAL_SHARE", "EVAL_SAMPLES", "EVAL_EXACT", "EVAL_PROFILE", "SYSTEM_PROMPT", "DIRECT_ANSWERS",
 )  # fmt: skip
 # These are recorded too, but the environment may replace them, because other rows may need other values.
 REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD")
@@ -64,9 +64,10 @@ def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Sett
 
 
 def note_best(adapter: Path) -> None:
-    """Prints to stderr which adapter was the best, if `adapter` is the folder of a run that kept it."""
-    if best := read_best(adapter).get("in_words"):
-        print(f"({adapter} holds the last step's adapter; {best}: {adapter / 'best'})", file=sys.stderr)
+    """Prints to stderr which adapter was the best, if `adapter` is the folder of a run that kept another one."""
+    best = read_best(adapter)
+    if best and (adapter / ADAPTER).is_file() and best.get("adapter_sha256") != file_sha256(adapter / ADAPTER):
+        print(f"({adapter} holds the last step's adapter; {best['in_words']}: {adapter / 'best'})", file=sys.stderr)
 
 
 def check_model(settings: Settings, adapter: Path | None, machine: Machine, problems: Problems) -> ModelFiles | None:

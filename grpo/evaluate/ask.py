@@ -22,7 +22,7 @@ from grpo.plan.machine import Machine, read_machine
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.rollout.engine import vllm_modules
 from grpo.run.durable import read_json
-from grpo.settings import InputError, Problems, Settings
+from grpo.settings import InputError, Problems, Settings, split_commas
 
 EXAMPLE = "Which one? Answer [0] or [1]."
 URL = "http://localhost:8000/v1/completions"
@@ -54,17 +54,22 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row
 
 
 def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The columns of every prompt's row with `action` (None if the answer names none) and `completion`, special tokens
-    included. `options` are those of scripts/ask.py. Raises InputError before the model is loaded."""
+    """The columns of every prompt's row with `completion`, special tokens included, and where the row or the run's
+    REWARDS know actions with `action` (None if the answer names none). `options` are those of scripts/ask.py. Raises
+    InputError before the model is loaded."""
     s, files, rows = prepare(options)
     s = dataclasses.replace(s, EVAL_TEMPERATURE=options.temperature)
     model = start_model(s, files, options.adapter, read_machine(), use_vllm=False)
     ids = model.complete([row.prompt for row in rows], base=options.base)
+    functions = {part.partition("=")[0].strip() for part in split_commas(s.REWARDS or "action")}
+    has_actions = bool(functions & rewards.ACTION_REWARDS.keys())
     answers = []
     for row, text in zip(rows, model.tokenizer.batch_decode(ids), strict=True):
         actions = sum(REWARD_COLUMN.fullmatch(name) is not None for name in row.columns)
-        action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
-        answers.append(row.columns | {"action": action, "completion": text})
+        answer: dict[str, Any] = dict(row.columns)
+        if actions or has_actions:
+            answer["action"] = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
+        answers.append(answer | {"completion": text})
     return answers
 
 

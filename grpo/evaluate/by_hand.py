@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from grpo.data.files import label, read_rows
+from grpo.data.heldout import Split, read_split
 from grpo.data.prompts import render_rows
 from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.data.scoring import initial_trainer_state, load_rewards
@@ -49,8 +50,25 @@ def choose_engine(s: Settings, machine: Machine) -> tuple[bool, str]:
     return use_vllm, f"{'vLLM' if use_vllm else 'transformers'}: {why}"
 
 
+def evaluate(options: argparse.Namespace) -> tuple[str, Path]:
+    """Score models on rows or let them act in a simulator, by the options of scripts/evaluate.py. Without --data and
+    --profile the run's rows decide: they are scored if its task has no simulator or they are none of the simulator's.
+
+    Returns (a table, the path of the file that was written). Raises InputError before anything takes time, EngineError
+    where vLLM fails."""
+    if options.data or options.profile:
+        return evaluate_rows(options) if options.data else simulate(options)
+    s, problems = load_run_settings(options.run, MODEL_ID=options.model)
+    split, simulator = read_split(s, problems), load_simulator(s.TASK)
+    if simulator and simulator.plan(s, split.heldout or split.train, "", False, True, Problems()).is_mentioned:
+        return simulate(options)
+    if problems:
+        raise InputError(*problems)
+    return evaluate_rows(options, split)
+
+
 def simulate(options: argparse.Namespace) -> tuple[str, Path]:
-    """Let models act in their task's simulator and write its record. Takes and returns what `evaluate_rows` does."""
+    """Let models act in their task's simulator and write its record."""
     s, problems = read_settings(options)
     path = output_path(options, "closed_loop", problems)
     machine = read_machine()
@@ -74,14 +92,17 @@ def simulate(options: argparse.Namespace) -> tuple[str, Path]:
     return simulator.table(record), path
 
 
-def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
-    """Score models on the rows of --data, and write the figures as evaluation.json has them. `options` are those of
-    scripts/evaluate.py. Returns (the table, the file's path).
-
-    Raises InputError before anything takes time, EngineError where vLLM fails."""
+def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tuple[str, Path]:
+    """Score models on the held-out rows of `split`, or else on those of --data, and write the figures as
+    evaluation.json has them."""
     s, problems = read_settings(options)
-    rows = read_rows("--data", ",".join(options.data), problems, s.SYSTEM_PROMPT)
-    path = output_path(options, label(rows[0].file).replace("/", "-") if rows else "rows", problems)
+    if split is None:
+        rows = read_rows("--data", ",".join(options.data), problems, s.SYSTEM_PROMPT)
+        path = output_path(options, label(rows[0].file).replace("/", "-") if rows else "rows", problems)
+    else:
+        rows, path = split.heldout, output_path(options, "heldout", problems)
+        if not rows:
+            problems.add("held-out rows", split.reason, "Name the rows to score: --data FILE")
     requested, _ = choose_rewards(s.REWARDS, rows)
     specs, _ = check_rewards(s, requested, [], problems)  # without rows this checks only that the functions exist
     machine, longest = read_machine(), 0
@@ -90,7 +111,7 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
         rows, longest = render_rows(s, rows, files.template, files.tokenizer, problems)
     if specs:
         tokenizer = files.tokenizer if files and longest else None
-        check_heldout(specs, s, rows, problems, tokenizer, "--data", "name other --rewards")
+        check_heldout(specs, s, rows, problems, tokenizer, "held-out rows" if split else "--data", "name other REWARDS")
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
     use_vllm, engine = choose_engine(s, machine)
@@ -104,7 +125,7 @@ def evaluate_rows(options: argparse.Namespace) -> tuple[str, Path]:
         "rewards": [list(spec) for spec in specs],
     }
     shown = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
-    print(f"{s.MODEL_ID}, {len(rows)} rows, rewards {shown}", flush=True)
+    print(f"{s.MODEL_ID}, {len(rows)} {'held-out ' if split else ''}rows, rewards {shown}", flush=True)
     print(f"{'exact' if exact else 'sampled'} at temperature {s.EVAL_TEMPERATURE:g}, {how}; {engine}", flush=True)
     prompts = [row.prompt for row in rows for _ in range(s.EVAL_SAMPLES)]
     model = start_model(s, files, options.run, machine, use_vllm, prompts)

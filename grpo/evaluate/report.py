@@ -20,7 +20,7 @@ def reward_verdict(run: Run) -> str:
     change = {"reward": new - old} | object_at(run.evaluation, "difference")
     verdict = verdict_of(finite_number(change.get("reward_low")), finite_number(change.get("reward_high")))
     difference = with_interval(change, "reward", "+.3f", "95% interval ")
-    return f"Held-out reward changed by {difference}, from {old:.3f} to {new:.3f}: {verdict}."
+    return f"The last step's adapter changed held-out reward by {difference}, from {old:.3f} to {new:.3f}: {verdict}."
 
 
 def simulator_section(run: Run) -> ReportSection:
@@ -42,7 +42,7 @@ CHOICES = {
 def adapter_advice(run: Run) -> str:
     """A sentence that says which adapter to load."""
     if reason := run.best.get("in_words"):
-        return f"Load the adapter in {BEST}/: {reason}."
+        return f"Load the adapter in {BEST}/: {reason}. The same held-out data chose it, so its figure flatters."
     if (run.folder / ADAPTER).is_file():
         return "Load the last step's adapter, in the run's folder; none was kept as the best."
     return "The run has no adapter yet, except in its checkpoints."

@@ -12,6 +12,8 @@ import torch
 from conftest import QUESTION, ROOT, SYSTEM, read_csv, write_csv
 from safetensors.torch import load_file, save_file
 
+from grpo.evaluate.adapter import note_best
+from grpo.run.durable import file_sha256, write_sealed
 from grpo.run.folder import ADAPTER
 from grpo.settings import InputError
 
@@ -48,6 +50,17 @@ def test_one_prompt(adapter, capsys, monkeypatch):
     assert printed.err.endswith(f"({adapter} holds the last step's adapter; step 5 is the best: {adapter / 'best'})\n")
 
 
+def test_a_best_adapter_that_is_the_last_step_s_is_not_named(saved_adapter, tmp_path, capsys):
+    folder = shutil.copytree(saved_adapter, tmp_path / "run")
+    record = {"in_words": "step 30 is the best", "adapter_sha256": file_sha256(folder / ADAPTER)}
+    write_sealed(shutil.copytree(saved_adapter, folder / "best") / "best.json", record)
+    note_best(folder)
+    assert not capsys.readouterr().err
+    (folder / ADAPTER).write_bytes(b"a later step")
+    note_best(folder)
+    assert "step 30 is the best" in capsys.readouterr().err
+
+
 def test_a_completion_is_printed_to_its_last_token(adapter, capsys, monkeypatch):
     """gpt-oss also stops at its padding token, which belongs to the answer where the model wrote it."""
     text = "<|channel|>final<|message|>[1]<|endoftext|>"
@@ -65,6 +78,21 @@ def test_a_csv(adapter, tmp_path, capsys):
     assert all(f"[{row['action']}]" in row["completion"] for row in answers)
     assert list(answers[0])[-2:] == ["action", "completion"]
     assert len(answers_of(capsys, adapter, questions, "--temperature", "5")) == 3
+
+
+def test_actions_are_shown_only_where_the_run_or_the_row_has_some(adapter, tmp_path, capsys):
+    """A run on free text writes numbers in brackets too, which name no action."""
+    record = {"settings": {"MODEL_ID": "tiny", "MAX_COMPLETION_LEN": 8, "REWARDS": "mine:score,format=0.5"}}
+    (adapter / "settings.json").write_text(json.dumps(record))
+    assert ask.main([str(adapter), QUESTION, "--base"]) == 0
+    assert "action:" not in capsys.readouterr().out
+    questions = write_csv(tmp_path / "asked.csv", ["prompt", "note"], [[QUESTION, "x"]])
+    assert list(answers_of(capsys, adapter, questions)[0]) == ["prompt", "note", "completion"]
+    header = ["prompt", "reward_action_0", "reward_action_1"]
+    assert "action" in answers_of(capsys, adapter, write_csv(questions, header, [[QUESTION, 0, 1]]))[0]
+    record["settings"]["REWARDS"] = "mine:score, best=2"
+    (adapter / "settings.json").write_text(json.dumps(record))
+    assert "action" in answers_of(capsys, adapter, write_csv(questions, ["prompt"], [[QUESTION]]))[0]
 
 
 def test_rewards_are_not_needed(adapter, tmp_path, capsys):

@@ -94,11 +94,11 @@ def test_windows_are_those_of_the_option_else_of_the_run_else_of_the_demo(tmp_pa
         assert plan.profiles == (name,) and not problems
 
 
-def test_a_run_on_other_rows_is_told_so_before_it_controls_the_plant(tmp_path):
+@pytest.mark.parametrize("data", ["own.csv", "gone.csv"])
+def test_a_run_on_other_rows_is_told_so_before_it_controls_the_plant(data, tmp_path):
     write_csv(tmp_path / "own.csv", ["user", "answer"], [["Which city?", "Rome"]])
-    for data, reason in (("own.csv", "DATA has no prompts of the plant: --data scores rows"), ("gone.csv", "missing")):
-        plan = SIMULATOR.plan_by_hand([], Settings(DATA=str(tmp_path / data)), "", Problems())
-        assert plan.reason.startswith("full prompts") and reason in plan.reason
+    plan = SIMULATOR.plan_by_hand([str(PROFILE)], Settings(DATA=str(tmp_path / data)), "", Problems())
+    assert plan.reason.startswith("full prompts (none of the plant could be read from the run's data; ")
 
 
 def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path):

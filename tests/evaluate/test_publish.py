@@ -38,7 +38,7 @@ def test_an_adapter_with_its_card(run, hub, tmp_path, capsys):
     card = repo.files["README.md"].decode()
     assert "library_name: peft" in card and "PeftModel.from_pretrained(base" in card
     assert "| Training data | mine.csv |" in card and "| `SYSTEM_PROMPT` | a\\|b c |" in card and "`LORA_R`" not in card
-    assert "Held-out reward changed by +0.250" in card and "| trained | 0.500 |" in card
+    assert "The last step's adapter changed held-out reward by +0.250" in card and "| trained | 0.500 |" in card
     config = json.loads((run / "best" / "adapter_config.json").read_text())
     (run / "best" / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": ["experts.down_proj"]}))
     assert main([str(run / "best"), "--push", "me/cooling"]) == 0

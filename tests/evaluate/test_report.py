@@ -72,8 +72,10 @@ def test_the_page_of_a_full_run_is_one_file_without_network_and_tells_all(full):
     text = text_of(full)
     words = [
         "\u5b9f\u9a13: training report", "30 of 30", "|always [0]|", "|oracle|",
-        "changed by +0.200 (95% interval +0.150 to +0.250), from 0.400 to 0.600: the trained model is better",
-        "Load the adapter in best/: step 10 is the best.", "0.400 (0.370 to 0.430)", "|20.0 (15.0 to 22.0)|",
+        "The last step's adapter changed held-out reward by +0.200 (95% interval +0.150 to +0.250), "
+        "from 0.400 to 0.600: the trained model is better",
+        "Load the adapter in best/: step 10 is the best. The same held-out data chose it, so its figure flatters.",
+        "0.400 (0.370 to 0.430)", "|20.0 (15.0 to 22.0)|",
         "|days: 2025-07-07 (6.5)|", "characters left out", "|a GPU|",
         "step 1, days:1: action 1, best 1,\nreward 0.9, 7 tokens",
         "\u51b7\u623f \ufffd[31m\nline\ufffdback <|message|>[1]",

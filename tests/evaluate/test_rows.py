@@ -20,7 +20,7 @@ from grpo.data.files import data_fingerprint
 from grpo.data.heldout import date_of, hold_out
 from grpo.data.scoring import RewardError
 from grpo.evaluate import by_hand
-from grpo.run.durable import read_sealed
+from grpo.run.durable import read_json, read_sealed
 from grpo.settings import InputError, Problems
 
 HEADER = ["date", "question", "reward_action_0", "reward_action_1"]
@@ -85,6 +85,29 @@ def test_the_command_scores_any_rows_as_the_run_does(weather, capsys, monkeypatc
     assert set(result["after"]["functions"]) == {"best", "format"} and "before" not in result
 
 
+def test_without_data_the_held_out_rows_of_the_run_are_scored(weather, capsys, monkeypatch):
+    """Not the demo's plant, of which the run knows nothing; the environment does not choose other rows."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("EVAL_SHARE", "0.4")
+    assert ev.main([str(weather.folder)]) == 0
+    assert "20 held-out rows, rewards action x 1" in capsys.readouterr().out
+    result, own = (read_json(weather.folder / name) for name in ("evaluation-heldout.json", "evaluation.json"))
+    assert result["data_sha256"] == own["data_sha256"]
+    assert result["after"]["reward"] == pytest.approx(own["after"]["reward"], abs=1e-5)
+
+
+def test_a_run_that_held_no_rows_out_asks_for_rows(tmp_path, monkeypatch):
+    """All were trained on, however many a hash would choose."""
+    data = write_csv(tmp_path / "own.csv", ["prompt", "answer"], [[f"question {n}", n] for n in range(30)])
+    monkeypatch.setenv("EVAL_SAMPLES", "0")
+    monkeypatch.setenv("DATA", str(data))
+    with pytest.raises(InputError, match="EVAL_SAMPLES=0: all rows of DATA are training rows.* --data FILE"):
+        ev.main(["--model", "tiny", "--samples", "2"])
+    data.write_text(data.read_text() + ",,,\n")
+    with pytest.raises(InputError, match="own.csv, row 31"):
+        ev.main(["--model", "tiny"])
+
+
 SHORT = """
 def short(completions, note, **columns):
     return [-len(text) / 100 - float(n) for text, n in zip(completions, note)]
@@ -144,7 +167,7 @@ def test_direct_answers_to_rows_without_actions_are_sampled(tiny, tmp_path, caps
         (("--data", "x.csv", "--profile", "y.csv"), "--profile: only without --data"),
         (("--data", "x.csv", "--base-too"), "only with RUN"),
         (("--model", "tiny", "--data", "nowhere.csv"), "--data: no file matches 'nowhere.csv'"),
-        (("--model", "tiny", "--data", "bare.csv", "--rewards", "action"), "Add them, or name other --rewards"),
+        (("--model", "tiny", "--data", "bare.csv", "--rewards", "action"), "Add them, or name other REWARDS"),
         (("docs", "--data", "bare.csv"), "docs: there is no such folder"),
         (("docs", "--profile", "bare.csv"), "docs: there is no such folder|bare.csv, header"),
         (("--model", "tiny", "--out", "nowhere/x.json"), "nowhere/x.json: cannot be written"),

@@ -40,6 +40,8 @@ def test_frame_shows_what_a_run_is_doing(tmp_path):
 
 def test_it_waits_for_the_run_and_sees_its_end(tmp_path):
     folder = tmp_path / "run"
+    assert watch.frame(folder) == ([f"{folder} does not exist yet: waiting for a run to make it"], False)
+    folder.mkdir()
     assert watch.frame(folder) == (["waiting for the first step"], False)
     write_run(folder, [])
     (folder / "metrics.csv").write_text("half a he")

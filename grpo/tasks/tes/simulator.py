@@ -87,14 +87,12 @@ def make_plan(
 
 def recorded_prompt(settings: Settings) -> tuple[str, str]:
     """(kind of the prompts, reason), read from the run's held-out or training rows if their files can be read."""
-    problem = "the run's data are missing"
     for name in ("EVAL_DATA", "DATA"):
-        if rows := read_rows(name, getattr(settings, name) or "", Problems()):
-            if kind := prompt_kind([row.messages for row in rows]):
-                return kind, f"as in {name}"
-            problem = f"{name} has no prompts of the plant: --data scores rows"
+        rows = read_rows(name, getattr(settings, name) or "", Problems())
+        if rows and (kind := prompt_kind([row.messages for row in rows])):
+            return kind, f"as in {name}"
     kind = "compact" if settings.MODEL_ID == "tiny" else "full"
-    return kind, f"{problem}; the model's usual kind"
+    return kind, "none of the plant could be read from the run's data; the model's usual kind"
 
 
 class ClosedLoop(Simulator):
