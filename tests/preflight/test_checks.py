@@ -164,6 +164,17 @@ def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
     assert banner.banner(resolved).count("STEPS is set but is not a setting: set TOTAL_STEPS=5") == 1
 
 
+def test_the_plan_says_that_a_complete_run_goes_on(tiny_run, tmp_path):
+    """TOTAL_STEPS=30 of the first command is easily left out of the next one."""
+    interrupted = RunState(tmp_path, 30, tmp_path / "checkpoint-30", exists=True)
+    complete = dataclasses.replace(interrupted, complete_steps=30)
+    assert banner.output_dir_text(dataclasses.replace(tiny_run(), state=interrupted)) == "continues from step 30"
+    text = banner.output_dir_text(dataclasses.replace(tiny_run(), state=complete))
+    assert " a run that was complete (30 steps): TOTAL_STEPS=400 (tiny) stretches LR_SCHEDULER=linear, so" in text
+    longer = dataclasses.replace(tiny_run(LR_SCHEDULER="constant", TOTAL_STEPS=50), state=complete)
+    assert banner.output_dir_text(longer).endswith("complete (30 steps): TOTAL_STEPS=50 (environment)")
+
+
 STEPS = [  # NUM_TRAIN_EPOCHS, rows, PROMPTS_PER_STEP and the steps; 1.1 x 70 is more than 77 in floating point.
     (None, 30, 12, 100), (1, 30, 12, 3), (2, 30, 12, 5), (1.1, 70, 1, 77), (0.1, 30, 1, 3), (0.01, 30, 12, 1),
     (1, 0, 12, 100),
