@@ -102,6 +102,8 @@ def test_rewards_of_ones_own_need_no_columns(my_rewards):
     other = dataclasses.replace(BARE, columns={"user": "x", "Reward_Action_0": "1"})
     words = "d.csv, columns: there is no column reward_action_0, reward_action_1, ... among user, Reward_Action_0"
     assert words in only(problems_of(other))
+    valued = dataclasses.replace(BARE, columns={"user": "x", "q_action_0": "-1", "q_action_1": "-3"})
+    assert "q_action_1; they may hold the same numbers as q_action_k. Add one per" in only(problems_of(valued))
 
 
 def test_rows_that_teach_nothing():
