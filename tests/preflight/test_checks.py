@@ -399,6 +399,17 @@ def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path
     assert " windows of profile_heldout.csv, " in banner.banner(tiny_run(EVAL_SAMPLES=8))
 
 
+def test_a_profile_that_nothing_reads_is_a_problem(tiny_run, good_csv):
+    """It was passed over in silence, even if mistyped, beside rows that are none of the plant's."""
+    own = functools.partial(tiny_run, DATA=good_csv, EVAL_DATA=good_csv, EVAL_SAMPLES=8)
+    for task, words in (("tes", "no held-out prompts are those of the plant"), ("gsm8k", "the task has no simulator")):
+        problem = only(own(TASK=task, REWARDS="action", EVAL_PROFILE="data/profile_hedlout.csv").problems)
+        assert problem.startswith("EVAL_PROFILE: it has no effect: the closed loop does not run (" + words)
+    for harmless in ({"EVAL_PROFILE": " "}, {"EVAL_PROFILE": "auto"}, {"EVAL_PROFILE": "x", "EVAL_SAMPLES": 0}):
+        assert not own(**harmless).problems
+    assert "no file matches" in only(tiny_run(EVAL_SAMPLES=8, EVAL_PROFILE="none.csv").problems), "said once"
+
+
 def test_garbage_that_pays_is_refused_or_warned_of_where_it_was_set(tiny_run):
     assert only(tiny_run(REWARDS="action=-1").problems).startswith("REWARDS: an unreadable answer earns")
     warned = tiny_run(REWARDS="action", INVALID_REWARD=0.5)
