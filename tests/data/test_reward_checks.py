@@ -33,6 +33,7 @@ def late(completions, **columns): return [__import__("my_helper").zero for _ in 
 def narrow(completions): return [0.0]
 def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
+def same(completions, **columns): return [0.0 for _ in completions]
 """
 # Modules of the user's; Python takes its own module for the last one, which nothing has imported before.
 MODULES = {
@@ -152,7 +153,9 @@ def test_garbage_that_a_function_of_ones_own_pays(my_rewards):
         assert f"earns 4.9 on average (action -0.1, my_rewards:{name} 5)" in problem
     problem = only(problems_of(ROW, REWARDS="my_rewards:mute"))
     assert "no function rewards any answer to the rows that were tried" in problem
-    assert checked(BARE, REWARDS="my_rewards:length") == ([], None), "no actions known"
+    for quiet in ("length", "same", "mute,my_rewards:length"):
+        assert checked(BARE, REWARDS=f"my_rewards:{quiet}") == ([], None), "no actions known"
+    assert warning_of(BARE, REWARDS="my_rewards:mute").endswith("If real answers get none either, nothing is learned")
     assert "Let my_rewards:picky return less" in only(problems_of(ROW, REWARDS="my_rewards:picky"))
     assert "may learn garbage" in warning_of(ROW, REWARDS="my_rewards:picky", INVALID_REWARD=0.0)
 
