@@ -60,14 +60,14 @@ def check_lora(settings: Settings, config: ModelConfig | None, problems: Problem
 
 def check_batches(settings: Settings, ranks: int, problems: Problems) -> None:
     """Checks that a rollout can be cut into batches, and a step's prompts shared out among the `ranks` processes."""
-    prompts, total, chunk = settings.PROMPTS_PER_STEP, settings.completions_per_rollout, settings.GENERATION_BATCH
-    if chunk and total % chunk and not settings.DIRECT_ANSWERS:
-        near = min(memory.divisors(total), key=lambda n: abs(n - chunk))
+    prompts, total, batch = settings.PROMPTS_PER_STEP, settings.completions_per_rollout, settings.GENERATION_BATCH
+    if batch and total % batch and not settings.DIRECT_ANSWERS:
+        near = min(memory.divisors(total), key=lambda n: abs(n - batch))
         names = ["PROMPTS_PER_STEP", "NUM_GENERATIONS"]
         if settings.STEPS_PER_GENERATION > 1:
             names.insert(0, "STEPS_PER_GENERATION")
         factors = " x ".join(str(getattr(settings, name)) for name in names)
-        fault = f"{chunk} does not divide {' x '.join(names)} = {factors} = {total}"
+        fault = f"{batch} does not divide {' x '.join(names)} = {factors} = {total}"
         problems.add("GENERATION_BATCH", fault, f"The nearest that does is {near}")
     if ranks > prompts:
         fault = f"{prompts} cannot be shared out among {ranks} processes, each needs one"
