@@ -88,10 +88,10 @@ def test_importance_ratios_need_the_log_probs_of_all_tokens():
 
 def test_expected_rewards_are_on_by_themselves_and_refused_where_they_cannot_be(tiny_run):
     resolved = tiny_run(REWARDS="format,regret")
-    assert resolved.expected_reward and resolved.looked_up == (1,)
+    assert resolved.expected_reward and resolved.action_functions == (1,)
     assert "format" not in resolved.reasons["expected_reward"] and "regret" in resolved.reasons["expected_reward"]
     resolved = tiny_run(TOP_P=0.9)
-    assert not resolved.problems and not resolved.expected_reward and not resolved.looked_up
+    assert not resolved.problems and not resolved.expected_reward and not resolved.action_functions
     problem = only(tiny_run(TOP_P=0.9, EXPECTED_REWARD=1).problems)
     assert problem.startswith("EXPECTED_REWARD: it cannot be used: TOP_P") and "EXPECTED_REWARD=auto" in problem
 
