@@ -177,9 +177,8 @@ def train(resolved: ResolvedRun) -> int:
     transformers.utils.logging.enable_propagation()
 
     tokenizer, model = load_to_train(s, model_path, files.config, attention, plan.expert_parts)
-    context = RunContext(
-        s, resolved.rows, plan, folder, attention, packing, stop, ranks=ranks, looked_up=resolved.looked_up
-    )
+    functions = resolved.action_functions
+    run = RunContext(s, resolved.rows, plan, folder, attention, packing, stop, ranks, functions)
     options = grpo_options(s, torch.cuda.is_available(), specs, resolved.scale_rewards, resolved.epsilon_high)
     output_dir = folder
     if ranks.rank:  # Only rank 0 writes into OUTPUT_DIR.
@@ -188,7 +187,7 @@ def train(resolved: ResolvedRun) -> int:
     progress = Progress(resolved)
     lora, config = LoraConfig(**lora_options(s)), GRPOConfig(**options)
     measure = progress.during if resolved.eval_rows else None
-    trainer = Trainer(context, model, tokenizer, lora, config, load_rewards(specs, s), measure)
+    trainer = Trainer(run, model, tokenizer, lora, config, load_rewards(specs, s), measure)
     policy = trainer.model
     trainable = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
@@ -198,7 +197,7 @@ def train(resolved: ResolvedRun) -> int:
 
     stop.listen()
     if plan.engine:
-        context.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, policy)
+        run.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, policy)
         check_mismatch(trainer)
     trainer.run_on_rank0(progress.before, trainer)
     stop.at_once = False  # From here on a signal waits for the end of its step and a checkpoint.

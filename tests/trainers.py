@@ -39,12 +39,10 @@ def build(settings, tiny, folder, ranks=None, rows=None):
     rows = rows or four_rows()
     plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
     specs = reward_specs(choose_rewards(settings.REWARDS, rows)[0])
-    looked_up = tuple(n for n, (name, _) in enumerate(specs) if settings.EXPECTED_REWARD and is_by_action(name))
+    by_action = [n for n, (name, _) in enumerate(specs) if settings.EXPECTED_REWARD and is_by_action(name)]
     scale = choose_scale_rewards(settings.SCALE_REWARDS)[0]
     return Trainer(
-        RunContext(
-            settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks=ranks or Ranks(), looked_up=looked_up
-        ),
+        RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks or Ranks(), tuple(by_action)),
         load(tiny).float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**lora_options(settings)),

@@ -87,7 +87,8 @@ def find_files(setting: str, text: str, problems: Problems) -> list[Path]:
 
 def missing_actions_problem(row: Row) -> str:
     """The problem of a file without reward columns; `row` is any row of that file."""
-    return f"there is no column reward_action_0, reward_action_1, ... among {join_names(row.columns)}"
+    hint = "; they may hold the same numbers as q_action_k" if "q_action_0" in row.columns else ""
+    return f"there is no column reward_action_0, reward_action_1, ... among {join_names(row.columns)}{hint}"
 
 
 def join_names(columns: Iterable[str]) -> str:

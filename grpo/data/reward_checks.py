@@ -167,7 +167,8 @@ def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, pro
 
     Otherwise it adds a problem, or returns a warning in two cases: the user set INVALID_REWARD, or all actions of a row
     earn the same, because REWARDS do not depend on them. An answer for which all functions return None counts as the
-    mean of the row's actions, because it gets no advantage."""
+    mean of the row's actions, because it gets no advantage. Rows without actions yield a warning if no answer gets a
+    number, but none if all get the same: a made-up answer to a free question is rarely right."""
     worst: list[float] = []
     all_alike = True  # whether all actions of each row earn the same
     # For each text of GARBAGE, by row: its reward, and that of each function.
@@ -184,6 +185,9 @@ def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, pro
             problem = "no function rewards any answer to the rows that were tried, [0] and all other actions included"
             fix = "Return numbers; None leaves an answer out, and there is nothing to learn from"
             problems.add("REWARDS", problem, fix)
+        elif trials and all(math.isnan(total(scores)) for _, answers in trials for scores in answers):
+            tried = f"no made-up answer to the {len(trials)} rows that were tried got a number, only None or nan"
+            return f"REWARDS: {tried}. If real answers get none either, nothing is learned"
         return None
     best_paid = max(garbage, key=lambda rewarded: fmean(reward for reward, _ in rewarded))
     garbage_reward, worst_reward = fmean(reward for reward, _ in best_paid), fmean(worst)

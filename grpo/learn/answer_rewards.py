@@ -23,13 +23,13 @@ class RewardLookup:
         self,
         functions: Sequence[Reward],
         weights: Sequence[float],
-        looked_up: Sequence[int],
+        action_functions: Sequence[int],
         columns: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
     ):
-        """`functions` are all reward functions of the run, `weights` their weights; `looked_up` holds the indices of
-        those that can be looked up, `columns` the names of all columns."""
-        self.functions, self.weights, self.looked_up = functions, weights, looked_up
+        """`functions` are all reward functions of the run, `weights` their weights; `action_functions` holds the
+        indices of those that can be looked up, `columns` the names of all columns."""
+        self.functions, self.weights, self.action_functions = functions, weights, action_functions
         self.columns, self.tokenizer = columns, tokenizer
         self.tables: dict[str, list[float]] = {}  # row id -> rewards
 
@@ -42,8 +42,8 @@ class RewardLookup:
             ids = self.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
             stops = [tokens[-1] for tokens in ids]  # No answer is truncated, whatever token ends a text.
             probes = read_completions(self.tokenizer, stops, [row] * len(ids), ids)
-            scores = score([self.functions[n] for n in self.looked_up], probes, ids, self.columns, state)
-            weights = [self.weights[n] for n in self.looked_up]
+            scores = score([self.functions[n] for n in self.action_functions], probes, ids, self.columns, state)
+            weights = [self.weights[n] for n in self.action_functions]
             self.tables[row.id] = [
                 math.fsum(weight * value for weight, value in zip(weights, values, strict=True)) for values in scores
             ]
@@ -84,8 +84,8 @@ class RewardLookup:
         positions = self.answer_positions(completions, ids)
         for completion, position, values in zip(completions, positions, scores, strict=True):
             earned = [weight * value for weight, value in zip(self.weights, values, strict=True)]
-            sampled_reward = math.fsum(earned[n] for n in self.looked_up)
-            others = (value for n, value in enumerate(earned) if n not in self.looked_up)
+            sampled_reward = math.fsum(earned[n] for n in self.action_functions)
+            others = (value for n, value in enumerate(earned) if n not in self.action_functions)
             other_reward = math.fsum(value for value in others if not math.isnan(value))
             action = completion.action
             table = self.rewards_of_actions(completion.row, state) if position >= 0 else []

@@ -24,7 +24,7 @@ class RunContext:
     attention: str  # The learner's attention, as ATTN_IMPL names it.
     packing: str  # `prefix` or `none`.
     stop: StopRequest
+    ranks: Ranks = field(default_factory=Ranks)
+    action_functions: tuple[int, ...] = ()  # Indices of the functions that EXPECTED_REWARD looks up; empty: off.
     engine: Engine | None = None  # None: transformers generates.
     parity: list[dict[str, Any]] = field(default_factory=list)  # Figures of each comparison of the mismatch check.
-    ranks: Ranks = field(default_factory=Ranks)
-    looked_up: tuple[int, ...] = ()  # The reward functions that EXPECTED_REWARD looks up; empty where it is off.

@@ -83,8 +83,8 @@ class Trainer(Learner):
         self.columns = column_names(run.rows)  # Reward functions get them with every row.
         self.rollout_tokens = 0  # Tokens of the last rollout.
         self.lookup: RewardLookup | None = None  # None without EXPECTED_REWARD.
-        if run.looked_up:
-            self.lookup = RewardLookup(rewards, weights, run.looked_up, self.columns, tokenizer)
+        if run.action_functions:
+            self.lookup = RewardLookup(rewards, weights, run.action_functions, self.columns, tokenizer)
         self.actions: list[int] = []  # With DIRECT_ANSWERS, the tokens of all actions that any row has.
         if s.DIRECT_ANSWERS:
             self.actions = action_tokens(tokenizer, max(len(row.rewards) for row in run.rows))

@@ -26,7 +26,7 @@ def window_count(profiles: Profiles) -> int:
 
 def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path) -> list[Path]:
     """The files of `folder` to hold out, of those `ordered` by date, as `read_split` says. Raises InputError."""
-    if not heldout or (len(heldout) == 1 and heldout[0].isdigit()):
+    if not heldout or (len(heldout) == 1 and heldout[0].isdecimal()):
         count = int(heldout[0]) if heldout else max(1, len(ordered) // 3)
         chosen = list(ordered[max(0, len(ordered) - count) :])
     else:

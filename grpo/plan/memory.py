@@ -152,14 +152,14 @@ def dequantized_gib(settings: Settings, config: ModelConfig, parts: int) -> floa
     return layer if parts == 1 else layer * 2 / 3 / parts
 
 
-def learning_gib(settings: Settings, inputs: PlanInputs, rows: int, parts: int = 1) -> float:
-    """GiB beside the weights for learning from a micro-batch of `rows` completions; `parts` as in `dequantized_gib`."""
+def learning_gib(settings: Settings, inputs: PlanInputs, completions: int, parts: int = 1) -> float:
+    """GiB beside the weights for learning from a micro-batch of `completions`; `parts` as in `dequantized_gib`."""
     config, prompt_len, layer = inputs.config, inputs.prompt_len, dequantized_gib(settings, inputs.config, parts)
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
-    tokens = bucket(micro_batch_tokens(settings, rows, prompt_len, inputs.share_prompts))
+    tokens = bucket(micro_batch_tokens(settings, completions, prompt_len, inputs.share_prompts))
     longest = prompt_len + settings.MAX_COMPLETION_LEN
     if inputs.share_prompts:
-        longest = bucket(prompt_len + min(rows, settings.NUM_GENERATIONS) * settings.MAX_COMPLETION_LEN)
+        longest = bucket(prompt_len + min(completions, settings.NUM_GENERATIONS) * settings.MAX_COMPLETION_LEN)
     scores = tokens * longest * config["num_attention_heads"] * 2 * 6 if inputs.attention == "eager" else 0
     # Bytes of a token in one layer's backward pass: its experts' two products with their gradients; queries, keys,
     # values; norms in float32. The head's peak is at another time: states, their gradient, one tile of logits.
@@ -175,7 +175,7 @@ def learning_gib(settings: Settings, inputs: PlanInputs, rows: int, parts: int =
         if expert_words(settings.LORA_TARGETS):  # The inputs of both products.
             saved_per_token += 2 * top * (config["intermediate_size"] + hidden)
         saved = (tokens * saved_per_token + scores) * layers
-    completion_tokens = rows * settings.MAX_COMPLETION_LEN
+    completion_tokens = completions * settings.MAX_COMPLETION_LEN
     tile = min(completion_tokens, 4096) * min(config["vocab_size"], HEAD_TILE) * 2
     head = tile + (tokens * 2 + completion_tokens * 8) * hidden
     # The largest tensor once more, as an allowance for free blocks that torch's allocator cannot join: 12 x 32
@@ -188,22 +188,22 @@ def generation_gib(settings: Settings, inputs: PlanInputs, completions: int, par
     """GiB that one process needs beside the weights to generate its part of `completions` with transformers: the
     key-value cache, which on a GPU is allocated in full from the start, and the larger of prefill and decoding step."""
     config, prompt_len, gpu = inputs.config, inputs.prompt_len, inputs.machine.gpus
-    rows = -(-completions // inputs.machine.ranks)
+    completions = -(-completions // inputs.machine.ranks)
     layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
     length = prompt_len + settings.MAX_COMPLETION_LEN
     window = min(length, config.get("sliding_window") or length)
-    cache = rows * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 * (length + window) * layers / 2
+    cache = completions * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 * (length + window) * layers / 2
     states = 2 * (4 * hidden + 4 * config["num_experts_per_tok"] * config["intermediate_size"])
     # On a GPU prefill takes one prompt at a time.
-    prefill = (1 if gpu else rows) * prompt_len * (heads * prompt_len * 2 * 3 + states)
+    prefill = (1 if gpu else completions) * prompt_len * (heads * prompt_len * 2 * 3 + states)
     # Scores of one layer, and float32 logits with their copies in sampling.
-    step = rows * (heads * length * 2 * 4 + config["vocab_size"] * 4 * 8)
+    step = completions * (heads * length * 2 * 4 + config["vocab_size"] * 4 * 8)
     return dequantized_gib(settings, config, parts) + (cache + max(prefill, step)) / GIB
 
 
 def largest_micro_batch(settings: Settings, inputs: PlanInputs, sizes: list[int], parts: int, room: float) -> int:
     """The largest micro-batch of `sizes` completions whose learning fits into `room` GiB; 0 if none does."""
-    return max((rows for rows in sizes if learning_gib(settings, inputs, rows, parts) <= room), default=0)
+    return max((size for size in sizes if learning_gib(settings, inputs, size, parts) <= room), default=0)
 
 
 def choose_expert_parts(settings: Settings, inputs: PlanInputs, sizes: list[int], room: float) -> int:
@@ -217,13 +217,13 @@ def choose_expert_parts(settings: Settings, inputs: PlanInputs, sizes: list[int]
     return parts if whole == 0 or divided > 2 * whole else 1
 
 
-def gains_speed(settings: Settings, inputs: PlanInputs, rows: int) -> bool:
-    """Whether a micro-batch of `rows` completions is faster per token than a smaller one. From some size on it is not:
+def gains_speed(settings: Settings, inputs: PlanInputs, completions: int) -> bool:
+    """Whether a micro-batch of `completions` is faster per token than a smaller one. From some size on it is not:
     matrix products are large enough, and fixed costs are spread over enough tokens."""
     if (inputs.prompt_len + settings.MAX_COMPLETION_LEN) * inputs.config["hidden_size"] < 100_000:
-        return rows <= 64
+        return completions <= 64
     most = MOST_KEPT_TOKENS if settings.GRADIENT_CHECKPOINTING is False else MICRO_BATCH_TOKENS
-    return micro_batch_tokens(settings, rows, inputs.prompt_len, inputs.share_prompts) <= most
+    return micro_batch_tokens(settings, completions, inputs.prompt_len, inputs.share_prompts) <= most
 
 
 def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
@@ -273,21 +273,21 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
             micro_reason = f"the smallest, whose {size:.1f} GiB do not fit"
         micro_reason += f" beside the weights in {learning_share:.0%} of {where}"
     micro = min(micro, rank_completions)
-    chunk, chunk_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
+    batch, batch_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
     if settings.DIRECT_ANSWERS:
-        chunk, chunk_reason = micro, "nothing is generated: the learner's micro-batches choose one token a prompt"
-    elif chunk is None:
-        chunk = max((n for n in divisors(total) if generation_gib(settings, inputs, n, parts) <= room), default=1)
-        size = generation_gib(settings, inputs, chunk, parts)
-        batch, fit = (f"largest divisor of {total}", "fit") if size <= room else ("the smallest,", "do not fit")
-        chunk_reason = f"{batch} whose cache and prefill ({size:.1f} GiB) {fit} in {share:.0%} of {where}"
+        batch, batch_reason = micro, "nothing is generated: the learner's micro-batches choose one token a prompt"
+    elif batch is None:
+        batch = max((n for n in divisors(total) if generation_gib(settings, inputs, n, parts) <= room), default=1)
+        size = generation_gib(settings, inputs, batch, parts)
+        choice, fit = (f"largest divisor of {total}", "fit") if size <= room else ("the smallest,", "do not fit")
+        batch_reason = f"{choice} whose cache and prefill ({size:.1f} GiB) {fit} in {share:.0%} of {where}"
     # Choosing tokens (DIRECT_ANSWERS) takes less memory than learning.
-    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, inputs, chunk, parts)
+    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, inputs, batch, parts)
     learning = learning_gib(settings, inputs, micro, parts)
     # If there is room, all of the engine's weights stay on the GPU, so that sleeping and waking copy nothing.
     if engine and lent and learning <= learning_room - engine.on_host:
         engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
-    batches = micro, micro_reason, chunk, chunk_reason
+    batches = micro, micro_reason, batch, batch_reason
     return Plan(weights, adapter, generation, learning, *batches, engine, inputs.prompt_len, paged, nccl, parts)
 
 

@@ -81,12 +81,20 @@ def reward_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
 
 def output_dir_text(resolved: ResolvedRun) -> str:
     """Says what the run does with OUTPUT_DIR."""
-    state = resolved.state
+    state, s = resolved.state, resolved.settings
     if any(problem.startswith("OUTPUT_DIR=") for problem in resolved.problems):
         return "cannot be used, see below"
-    if state.exists and resolved.settings.OVERWRITE:
+    if state.exists and s.OVERWRITE:
         return "DELETES the run that is there (OVERWRITE=1)"
-    return f"continues from step {state.step}" if state.checkpoint else "starts at step 0"
+    if not state.checkpoint:
+        return "starts at step 0"
+    text = f"continues from step {state.step}"
+    if state.complete_steps:  # Raised on purpose, or the command lacks the TOTAL_STEPS of before.
+        source = resolved.sources["TOTAL_STEPS"]
+        text += f" of a run that was complete ({state.complete_steps} steps): TOTAL_STEPS={s.TOTAL_STEPS} ({source})"
+        if s.LR_SCHEDULER in ("linear", "cosine"):
+            text += f" stretches LR_SCHEDULER={s.LR_SCHEDULER}, so the learning rate jumps"
+    return text
 
 
 def evaluation_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:

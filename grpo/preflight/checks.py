@@ -60,14 +60,14 @@ def check_lora(settings: Settings, config: ModelConfig | None, problems: Problem
 
 def check_batches(settings: Settings, ranks: int, problems: Problems) -> None:
     """Checks that a rollout can be cut into batches, and a step's prompts shared out among the `ranks` processes."""
-    prompts, total, chunk = settings.PROMPTS_PER_STEP, settings.completions_per_rollout, settings.GENERATION_BATCH
-    if chunk and total % chunk and not settings.DIRECT_ANSWERS:
-        near = min(memory.divisors(total), key=lambda n: abs(n - chunk))
+    prompts, total, batch = settings.PROMPTS_PER_STEP, settings.completions_per_rollout, settings.GENERATION_BATCH
+    if batch and total % batch and not settings.DIRECT_ANSWERS:
+        near = min(memory.divisors(total), key=lambda n: abs(n - batch))
         names = ["PROMPTS_PER_STEP", "NUM_GENERATIONS"]
         if settings.STEPS_PER_GENERATION > 1:
             names.insert(0, "STEPS_PER_GENERATION")
         factors = " x ".join(str(getattr(settings, name)) for name in names)
-        fault = f"{chunk} does not divide {' x '.join(names)} = {factors} = {total}"
+        fault = f"{batch} does not divide {' x '.join(names)} = {factors} = {total}"
         problems.add("GENERATION_BATCH", fault, f"The nearest that does is {near}")
     if ranks > prompts:
         fault = f"{prompts} cannot be shared out among {ranks} processes, each needs one"
@@ -291,11 +291,21 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
     if settings.EXPECTED_REWARD and not resolved.expected_reward:
         fault = f"it cannot be used: {resolved.reasons['expected_reward']}"
         problems.add("EXPECTED_REWARD", fault, "Set EXPECTED_REWARD=auto, or change that")
-    figure = TASK_FILES[settings.TASK].get("best_by")
-    if resolved.best_by not in ("", "reward") and not (resolved.closed_loop.runs and resolved.best_by == figure):
-        fault = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
-        problems.add("BEST_BY", fault, "Set BEST_BY=auto or reward")
+    check_simulation(resolved, problems)
     return garbage_warning
+
+
+def check_simulation(resolved: ResolvedRun, problems: Problems) -> None:
+    """Checks that the task's simulator runs if BEST_BY or EVAL_PROFILE asks for it."""
+    best_by, runs = resolved.best_by, resolved.closed_loop.runs
+    fault = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
+    if best_by not in ("", "reward") and not (runs and best_by == TASK_FILES[resolved.settings.TASK].get("best_by")):
+        problems.add("BEST_BY", fault, "Set BEST_BY=auto or reward")
+    is_set = resolved.sources["EVAL_PROFILE"] == "environment" and (resolved.settings.EVAL_PROFILE or "").strip()
+    # Faults of its files, missing packages and missing held-out rows (an empty BEST_BY) have messages of their own.
+    has_message = any(problem.startswith("EVAL_PROFILE: ") for problem in problems) or not resolved.has_packages
+    if is_set and best_by and not runs and not has_message:
+        problems.add("EVAL_PROFILE", f"it has no effect: {fault}", "Unset it")
 
 
 # Name of a choice in settings.json -> field of ResolvedRun.

@@ -109,7 +109,7 @@ class ResolvedRun(Facts):
     warnings: tuple[str, ...] = ()
 
     @property
-    def looked_up(self) -> tuple[int, ...]:
+    def action_functions(self) -> tuple[int, ...]:
         """Indices in `reward_specs` of the functions that score all actions of a row; empty without EXPECTED_REWARD."""
         names = [name for name, _ in self.reward_specs if self.expected_reward]
         return tuple(n for n, name in enumerate(names) if is_by_action(name))

@@ -28,6 +28,7 @@ class RunState:
     exists: bool = False  # Whether the folder holds a run, in whatever state.
     choices: Record = field(default_factory=dict)  # `choices` of settings.json.
     notes: tuple[str, ...] = ()  # Each names a damaged file and what the run does about it.
+    complete_steps: int = 0  # Steps of the run there if it is complete, else 0.
 
 
 def mark_complete(folder: Path, steps: int) -> None:
@@ -83,7 +84,8 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         fault = f"it holds {adapter}, but no checkpoint that can be continued ({reason})"
         problems.add(where, fault, f"{fix}, set OVERWRITE=1 to delete it, or {ANOTHER_DIR}")
         return RunState(folder, exists=True)
-    check_resume(settings, folder, max(step, complete_steps(folder)), recorded, problems)
+    complete = complete_steps(folder)
+    check_resume(settings, folder, max(step, complete), recorded, problems)
     if rows and fingerprint != data_fingerprint(rows):
         fix = f"Restore DATA, EVAL_DATA and EVAL_SAMPLES to continue it, set OVERWRITE=1, or {ANOTHER_DIR}"
         problems.add("DATA", f"the run in {folder} was started on other rows", fix)
@@ -91,7 +93,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
     if not problems:
         notes = damage_notes(folder, step, fault_list)
         notes += check_logs(folder, step, checkpoint, where, problems) if checkpoint else []
-    return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes))
+    return RunState(folder, step, checkpoint, exists=True, choices=choices, notes=tuple(notes), complete_steps=complete)
 
 
 def unresumable_adapter(folder: Path, faults: Mapping[Path, str]) -> str | None:

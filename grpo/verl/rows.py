@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from grpo.data.files import MOST_PROBLEMS, Row, label
+from grpo.data.files import Row, label
 from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of
 from grpo.data.reward_checks import check_heldout, check_rewards
@@ -38,8 +38,9 @@ class VerlInput:
 def as_messages(rows: Sequence[Row], problems: Problems) -> list[Row]:
     """The rows with their last message as the prompt that reward functions get. A rendered prompt is a problem."""
     reason, fix = "it is rendered, and verl renders every prompt itself", "Give `user` and `system`, or messages"
-    for row in [row for row in rows if row.messages[0][0] == "rendered"][:MOST_PROBLEMS]:
-        problems.add(f"{row.file}, row {row.number}", reason, fix)
+    rendered = {row.file: row for row in reversed(rows) if row.messages[0][0] == "rendered"}  # The first of each file.
+    for file in sorted(rendered):
+        problems.add(f"{file}, row {rendered[file].number}", reason, fix)
     return [dataclasses.replace(row, prompt=row.messages[-1][1]) for row in rows]
 
 

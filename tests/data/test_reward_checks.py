@@ -33,6 +33,7 @@ def late(completions, **columns): return [__import__("my_helper").zero for _ in 
 def narrow(completions): return [0.0]
 def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
+def same(completions, **columns): return [0.0 for _ in completions]
 """
 # Modules of the user's; Python takes its own module for the last one, which nothing has imported before.
 MODULES = {
@@ -102,6 +103,8 @@ def test_rewards_of_ones_own_need_no_columns(my_rewards):
     other = dataclasses.replace(BARE, columns={"user": "x", "Reward_Action_0": "1"})
     words = "d.csv, columns: there is no column reward_action_0, reward_action_1, ... among user, Reward_Action_0"
     assert words in only(problems_of(other))
+    valued = dataclasses.replace(BARE, columns={"user": "x", "q_action_0": "-1", "q_action_1": "-3"})
+    assert "q_action_1; they may hold the same numbers as q_action_k. Add one per" in only(problems_of(valued))
 
 
 def test_rows_that_teach_nothing():
@@ -150,7 +153,9 @@ def test_garbage_that_a_function_of_ones_own_pays(my_rewards):
         assert f"earns 4.9 on average (action -0.1, my_rewards:{name} 5)" in problem
     problem = only(problems_of(ROW, REWARDS="my_rewards:mute"))
     assert "no function rewards any answer to the rows that were tried" in problem
-    assert checked(BARE, REWARDS="my_rewards:length") == ([], None), "no actions known"
+    for quiet in ("length", "same", "mute,my_rewards:length"):
+        assert checked(BARE, REWARDS=f"my_rewards:{quiet}") == ([], None), "no actions known"
+    assert warning_of(BARE, REWARDS="my_rewards:mute").endswith("If real answers get none either, nothing is learned")
     assert "Let my_rewards:picky return less" in only(problems_of(ROW, REWARDS="my_rewards:picky"))
     assert "may learn garbage" in warning_of(ROW, REWARDS="my_rewards:picky", INVALID_REWARD=0.0)
 

@@ -288,7 +288,7 @@ def stays_away(completion_ids, **columns):
 def test_functions_beside_are_sampled_and_own_ones_can_take_part(tiny, tmp_path):
     rewards = "action=2,test_expected_reward:twice_action=0.5,format=0.25"
     trainer = trainer_with(tiny, tmp_path, REWARDS=rewards)
-    assert trainer.run.looked_up == (0, 1)
+    assert trainer.run.action_functions == (0, 1)
     _, answers = scored(trainer, (DIRECT.format(2), OTHER_WORDS.format(2)))
     assert answers.other_reward.tolist() == [0.25, 0.0]
     unreadable = 2 * INVALID + 0.5 * REWARDS[0]

@@ -69,6 +69,7 @@ REFUSED = [  # What spoils the folder, options, and words of the answer.
     (lambda folder: [path.unlink() for path in folder.iterdir()], [], "holds no profile (*.csv)"),
     (None, ["--heldout", "9"], "4 profiles, 4 held out; at least one must be trained on"),
     (None, ["--heldout", "c.csv"], "--heldout c.csv: "),
+    (None, ["--heldout", "²"], "--heldout ²: "),  # A digit, but no number for int().
     (
         lambda folder: (folder / "last.csv").write_bytes((folder / "b.csv").read_bytes()),
         ["--heldout", "last.csv"],

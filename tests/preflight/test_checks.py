@@ -88,10 +88,10 @@ def test_importance_ratios_need_the_log_probs_of_all_tokens():
 
 def test_expected_rewards_are_on_by_themselves_and_refused_where_they_cannot_be(tiny_run):
     resolved = tiny_run(REWARDS="format,regret")
-    assert resolved.expected_reward and resolved.looked_up == (1,)
+    assert resolved.expected_reward and resolved.action_functions == (1,)
     assert "format" not in resolved.reasons["expected_reward"] and "regret" in resolved.reasons["expected_reward"]
     resolved = tiny_run(TOP_P=0.9)
-    assert not resolved.problems and not resolved.expected_reward and not resolved.looked_up
+    assert not resolved.problems and not resolved.expected_reward and not resolved.action_functions
     problem = only(tiny_run(TOP_P=0.9, EXPECTED_REWARD=1).problems)
     assert problem.startswith("EXPECTED_REWARD: it cannot be used: TOP_P") and "EXPECTED_REWARD=auto" in problem
 
@@ -162,6 +162,17 @@ def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
     resolved = tiny_run(STEPS=5, DEBUG=1)
     assert not resolved.problems
     assert banner.banner(resolved).count("STEPS is set but is not a setting: set TOTAL_STEPS=5") == 1
+
+
+def test_the_plan_says_that_a_complete_run_goes_on(tiny_run, tmp_path):
+    """TOTAL_STEPS=30 of the first command is easily left out of the next one."""
+    interrupted = RunState(tmp_path, 30, tmp_path / "checkpoint-30", exists=True)
+    complete = dataclasses.replace(interrupted, complete_steps=30)
+    assert banner.output_dir_text(dataclasses.replace(tiny_run(), state=interrupted)) == "continues from step 30"
+    text = banner.output_dir_text(dataclasses.replace(tiny_run(), state=complete))
+    assert " a run that was complete (30 steps): TOTAL_STEPS=400 (tiny) stretches LR_SCHEDULER=linear, so" in text
+    longer = dataclasses.replace(tiny_run(LR_SCHEDULER="constant", TOTAL_STEPS=50), state=complete)
+    assert banner.output_dir_text(longer).endswith("complete (30 steps): TOTAL_STEPS=50 (environment)")
 
 
 STEPS = [  # NUM_TRAIN_EPOCHS, rows, PROMPTS_PER_STEP and the steps; 1.1 x 70 is more than 77 in floating point.
@@ -386,6 +397,17 @@ def test_rows_of_the_plant_need_a_profile_for_the_closed_loop(tiny_run, tmp_path
     assert "BEST_BY: the closed loop does not run (set EVAL_PROFILE" in only(refused.problems)
     assert tiny_run(EVAL_SAMPLES=8, EVAL_DATA=own, EVAL_PROFILE=profile).best_by == "plant"
     assert " windows of profile_heldout.csv, " in banner.banner(tiny_run(EVAL_SAMPLES=8))
+
+
+def test_a_profile_that_nothing_reads_is_a_problem(tiny_run, good_csv):
+    """It was passed over in silence, even if mistyped, beside rows that are none of the plant's."""
+    own = functools.partial(tiny_run, DATA=good_csv, EVAL_DATA=good_csv, EVAL_SAMPLES=8)
+    for task, words in (("tes", "no held-out prompts are those of the plant"), ("gsm8k", "the task has no simulator")):
+        problem = only(own(TASK=task, REWARDS="action", EVAL_PROFILE="data/profile_hedlout.csv").problems)
+        assert problem.startswith("EVAL_PROFILE: it has no effect: the closed loop does not run (" + words)
+    for harmless in ({"EVAL_PROFILE": " "}, {"EVAL_PROFILE": "auto"}, {"EVAL_PROFILE": "x", "EVAL_SAMPLES": 0}):
+        assert not own(**harmless).problems
+    assert "no file matches" in only(tiny_run(EVAL_SAMPLES=8, EVAL_PROFILE="none.csv").problems), "said once"
 
 
 def test_garbage_that_pays_is_refused_or_warned_of_where_it_was_set(tiny_run):

@@ -87,7 +87,7 @@ def test_what_may_continue_although_an_adapter_is_there(tmp_path):
     assert "complete (8 of 8 steps)" in only(inspect(settings)[1]), "nothing is trained again"
     (folder / COMPLETE).write_text('{"steps": 2}')
     state, problems = inspect(settings)
-    assert not problems and state.step == 2, "a complete run that is to train on"
+    assert not problems and (state.step, state.complete_steps) == (2, 2), "a complete run that is to train on"
     prepare_run(state, settings, {})
     assert not (folder / COMPLETE).exists(), "ended after this, nothing says any more that the run is complete"
     names = ["checkpoint-2", "checkpoint-4-mine", "superseded-checkpoint-4", "superseded-checkpoint-4.2"]

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from conftest import RENDERED, write_csv
+from machines import only
 from pyarrow import parquet
 
 from grpo.data.files import HARMONY_TOKEN, column_names
@@ -108,7 +109,7 @@ def test_what_is_refused(environ, tmp_path, changes, message):
     (tmp_path / "mxfp4").mkdir()
     (tmp_path / "mxfp4" / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
     _, problems = read_input(environ | {"REWARDS": "action"} | changes, "ppo")
-    assert any(message in line for line in problems), problems
+    assert message in only(problems)
 
 
 def test_sft_needs_no_rewards(environ, tmp_path):
