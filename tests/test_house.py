@@ -114,6 +114,13 @@ def test_without_any_package_the_check_says_what_is_missing(tmp_path):
     assert "set SEED=5" in bare("--seed", "5", code=2).stderr
 
 
+def test_every_script_ends_by_run_script():
+    """It turns wrong input into exit code 2 and a line on stderr, which tests/run/test_ending.py runs."""
+    last_lines = {path.stem: path.read_text(encoding="utf-8").splitlines()[-1].strip() for path in SCRIPTS}
+    others = [name for name, line in last_lines.items() if line != "sys.exit(run_script(main))"]
+    assert others == ["make_docs"], "it takes no input"
+
+
 def test_no_module_and_no_function_is_too_long():
     long = []
     for path in FILES:

@@ -27,6 +27,7 @@ def test_errors(command, message, tmp_path, capsys):
     (tmp_path / "file").write_text("keep me")
     with pytest.raises((InputError, SystemExit)) as caught:
         make_model.main(command.format(tmp=tmp_path).split())
+    assert getattr(caught.value, "code", 2) == 2, "argparse ends by itself, run_script for the rest"
     assert message.format(tmp=tmp_path) in f"{caught.value} {capsys.readouterr().err}"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
