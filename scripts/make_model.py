@@ -5,13 +5,15 @@
     python scripts/make_model.py full --out checkpoints/full --tokenizer o200k/
     python scripts/make_model.py full --out checkpoints/mid --tokenizer o200k/ --layers 4
     python scripts/make_model.py full --out checkpoints/120b --tokenizer o200k/ --shape 120b --device cuda
+    python scripts/make_model.py smollm2 --out checkpoints/smollm2 --source SmolLM2-135M-Instruct/
 
 ``tiny`` has a few hundred thousand parameters, its own tokenizer and a supervised warm-up on synthetic TES prompts: it
 answers in the right format and reads the numbers, but does not know which action is better: that is left to GRPO.
 ``full`` has gpt-oss-20b's or 120b's shapes and noise for weights: it costs what the real model costs in memory and
-time, and answers nothing. docs/models.md says what each can show.
+time, and answers nothing. ``smollm2`` is SmolLM2-135M-Instruct, rewritten: a trained model that writes English.
+docs/models.md says what each can show.
 
-Both are written in the MXFP4 layout of openai/gpt-oss-20b. What is simplified: ``full`` does not imitate the
+All are written in the MXFP4 layout of openai/gpt-oss-20b. What is simplified: ``full`` does not imitate the
 statistics of trained weights, only a scale at which activations stay finite.
 
 Exit codes: 0 done, 2 a usage error, a refused target or a full disk.
@@ -36,12 +38,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     tiny = commands.add_parser("tiny", help="a toy model that understands the demo's prompts, 0.3 million parameters")
     full = commands.add_parser("full", help="gpt-oss's shapes with random weights, 12.8 GiB or, 120b, 60.8 GiB")
-    for command in (tiny, full):
+    smollm2 = commands.add_parser("smollm2", help="SmolLM2-135M-Instruct, a trained model, rewritten: 0.7 GiB")
+    for command in (tiny, full, smollm2):
         command.add_argument("--out", type=Path, required=True, help="new directory to write")
     full.add_argument("--tokenizer", type=Path, required=True, help="directory with the tokenizer.json to copy")
     full.add_argument("--device", default="cpu", help="where the weights are drawn: cpu (default) or cuda")
     full.add_argument("--shape", choices=("20b", "120b"), default="20b", help="size of gpt-oss (default 20b)")
     full.add_argument("--layers", type=int, help="number of layers, 0.49 GiB each (120b: 1.65); default 24 (120b: 36)")
+    smollm2.add_argument("--source", type=Path, required=True, help="its folder as on the Hub, or a GGUF file of it")
     return parser.parse_args(argv)
 
 
@@ -50,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     # Imported here: torch takes seconds, and --help and a usage error do not need it.
     from grpo.model.gptoss_format import GPT_OSS_20B, GPT_OSS_120B
     from grpo.model.random_weights import write_full
+    from grpo.model.smollm2 import write_smollm2
     from grpo.model.warmup import write_tiny
 
     try:
@@ -57,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
             sizes = {"20b": GPT_OSS_20B, "120b": GPT_OSS_120B}[args.shape]
             sizes = sizes | ({"num_hidden_layers": args.layers} if args.layers else {})
             write_full(args.out, sizes, args.tokenizer, args.device)
+        elif args.command == "smollm2":
+            write_smollm2(args.out, args.source)
         else:
             write_tiny(args.out)
             print(FIGURES.format(**json.loads((args.out / "warmup.json").read_text(encoding="utf-8"))))

@@ -8,6 +8,7 @@ from typing import Any
 from grpo.data.files import Row
 from grpo.plan.memory import Plan
 from grpo.rollout.engine import Engine
+from grpo.rollout.parity import MismatchWatch
 from grpo.run.ending import StopRequest
 from grpo.run.ranks import Ranks
 from grpo.settings import Settings
@@ -28,3 +29,4 @@ class RunContext:
     action_functions: tuple[int, ...] = ()  # Indices of the functions that EXPECTED_REWARD looks up; empty: off.
     engine: Engine | None = None  # None: transformers generates.
     parity: list[dict[str, Any]] = field(default_factory=list)  # Figures of each comparison of the mismatch check.
+    watch: MismatchWatch | None = None  # Compares the mismatch of each rollout with these.

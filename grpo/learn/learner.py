@@ -20,6 +20,7 @@ from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.phases import LINE_S, with_progress
 from grpo.plan.memory import HEAD_TILE, micro_batch_tokens
+from grpo.rollout.parity import sampled_kl
 
 Batch = dict[str, Tensor]  # The tensors that TRL makes of a step, or of some of its completions.
 
@@ -262,9 +263,14 @@ class Learner(GRPOTrainer):
         for name, value in sums.items():
             metrics[name].append(value)
         if (sampled := batch.get("sampling_per_token_logps")) is not None:
-            difference = (logps - sampled).abs()
-            difference = difference[mask & ~difference.isnan()]
-            if difference.numel():
-                metrics["sampling/sampling_logp_difference/mean"].append(difference.mean().item())
-                metrics["sampling/sampling_logp_difference/max"].append(difference.max().item())
+            difference = (sampled - logps)[mask]
+            known = difference[~difference.isnan()]
+            if known.numel():
+                metrics["sampling/sampling_logp_difference/mean"].append(known.abs().mean().item())
+                metrics["sampling/sampling_logp_difference/max"].append(known.abs().max().item())
+                metrics["sampling/kl"].append(sampled_kl(known).item())
+            # From the second step on that shares a rollout, the policy is another one than vLLM's.
+            if self.run.watch and self.state.global_step % self.run.settings.steps_per_rollout == 0:
+                unknown = 1 - known.numel() / max(1, difference.numel())
+                self.run.watch.compare(self.state.global_step + 1, known.abs().mean().item(), unknown)
             metrics["sampling/importance_sampling_ratio/mean"].append(ratios[mask].mean().item())

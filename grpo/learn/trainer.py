@@ -36,6 +36,7 @@ from grpo.phases import LINE_S, Phase
 from grpo.plan.memory import micro_batch_tokens
 from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, close_answers
+from grpo.rollout.parity import MismatchGrown
 from grpo.run.archive import model_card
 from grpo.run.best import loading_advice, read_best
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
@@ -54,6 +55,7 @@ TRL_FIGURES |= {
     "clip_fraction": "clip_ratio/region_mean",
     "logp_diff_mean": "sampling/sampling_logp_difference/mean",
     "logp_diff_max": "sampling/sampling_logp_difference/max",
+    "rollout_kl": "sampling/kl",
     "is_ratio_mean": "sampling/importance_sampling_ratio/mean",
 }
 
@@ -336,6 +338,7 @@ class Trainer(Learner):
         model.train()
         s, step = self.run.settings, self.state.global_step
         index = step % s.steps_per_rollout  # Of this step among those that share its rollout.
+        tokens = self.state.num_input_tokens_seen
         with Phase(f"step {step + 1}", first_s=LINE_S):
             # TRL's _prepare_inputs is not called, because it shuffles completions (see `ScoredRollout.part`).
             if self.rollout is None:
@@ -346,7 +349,13 @@ class Trainer(Learner):
             self.rollout = rollout if index < s.steps_per_rollout - 1 else None
             self._step += 1
             started = time.perf_counter()
-            loss = self.learn(model, *rollout.part(index % s.STEPS_PER_GENERATION, s.STEPS_PER_GENERATION))
+            try:
+                loss = self.learn(model, *rollout.part(index % s.STEPS_PER_GENERATION, s.STEPS_PER_GENERATION))
+            except MismatchGrown:
+                # A resumed run generates and counts this rollout's tokens again.
+                self.rollout, self.state.num_input_tokens_seen = None, tokens
+                self.save_last_step()
+                raise
         self._metrics["train"]["step_time"].append(time.perf_counter() - started)
         return loss
 

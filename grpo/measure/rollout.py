@@ -25,6 +25,7 @@ from grpo.model.load import VOCAB_WEIGHTS, quantized_experts, vocab_weights
 from grpo.plan.machine import GIB, read_machine
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine, Generated
+from grpo.rollout.parity import BASE
 from grpo.run.child import run_child
 
 SUM_PARTS = 32  # in which `bit_sums` adds up a tensor
@@ -45,7 +46,9 @@ micro_batch | completions | in a micro-batch, of MAX_COMPLETION_LEN tokens each
 rows | completions | generated at once by transformers
 asleep_gib | GiB | of the GPU that the sleeping engine holds before the first rollout
 paged_gib | GiB | of the learner, in host memory while vLLM is awake
-parity_mean parity_max | nats | worst of fixed and sampled tokens, before and after a sleep
+parity_base | nats | largest mean difference without an adapter, of fixed and sampled tokens
+parity_mean parity_max | nats | worst of fixed and sampled tokens, without and with an adapter
+parity_kl | nats | largest estimate of KL(vLLM || trainer), sampled tokens
 parity_control_mean | nats | smallest with the trainer's adapter off
 base_changed | tensors | of the trainer's frozen weights, whose sum of bits differs after training
 lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose sum of bits differs after training
@@ -138,8 +141,13 @@ class RunWatch:
             values["job_peak_gib"] = self.free_before - torch.cuda.mem_get_info()[1] / GIB + steps.gpu_peak_gib.max()
             values["plan_error"] = run.plan.peak / values["job_peak_gib"] - 1
         if run.parity:
-            worst = {f"parity_{name}": max(row[name] for row in run.parity if name in row) for name in ("mean", "max")}
-            values |= worst | {"parity_control_mean": min(row["control_mean"] for row in run.parity)}
+            names, controls = (
+                ("mean", "max", "kl"),
+                [row["control_mean"] for row in run.parity if "control_mean" in row],
+            )
+            values |= {f"parity_{name}": max(row[name] for row in run.parity if name in row) for name in names}
+            values |= {"parity_base": max(row["mean"] for row in run.parity if row["when"] == BASE)}
+            values |= {"parity_control_mean": min(controls)}
         if run.engine:
             values["generate_tok_s"] = mean(self.tok_s[1:] or self.tok_s)
             values["asleep_gib"] = self.asleep_gib

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
-from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, Sizes, config_dict
+from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, config_dict
 from grpo.plan.hub import TINY_PATH, WEIGHTS_INDEX
 from grpo.run.durable import locked
 from grpo.settings import InputError
@@ -76,9 +76,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_checkpoint(directory: Path, sizes: Sizes, make: MakeTensor, tokenizer: Tokenizer) -> None:
-    """Fill `directory` with a checkpoint of these `sizes`. `make` supplies the tensors; the chat template and the
-    constants in config.json are copied from data/tiny."""
+def write_checkpoint(directory: Path, sizes: Mapping[str, Any], make: MakeTensor, tokenizer: Tokenizer) -> None:
+    """Fill `directory` with a checkpoint of these `sizes`. `make` supplies the tensors. The chat template is
+    data/tiny's, as is all of config.json that `sizes` do not hold."""
     token_ids = special_token_ids(tokenizer)
     config = config_dict(sizes, token_ids)
     write_json(directory / "config.json", config)

@@ -70,7 +70,7 @@ BOS, EOS, PAD = "<|startoftext|>", "<|return|>", "<|endoftext|>"
 STOP_TOKENS = ("<|return|>", "<|endoftext|>", "<|call|>")  # the order of gpt-oss-20b's generation_config.json
 
 
-def config_dict(sizes: Sizes, token_ids: Mapping[str, int] | None = None) -> dict[str, Any]:
+def config_dict(sizes: Mapping[str, Any], token_ids: Mapping[str, int] | None = None) -> dict[str, Any]:
     """`config.json` of a gpt-oss of these `sizes`: data/tiny's, which has the keys and the spelling of
     openai/gpt-oss-20b. Even layers attend within the sliding window, odd ones to everything.
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train/inference mismatch check: compares vLLM's log-probs with the trainer's."""
+"""The train/inference mismatch: compares vLLM's log-probs with the trainer's, before a run and while it learns."""
+
+from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,40 +31,62 @@ class ParityError(RunFailure):
     is_zipped = False
 
 
+class MismatchGrown(ParityError):
+    """They do so in the middle of a run, whose finished steps are saved."""
+
+    is_zipped = True
+
+
 PARITY_PROMPTS, PARITY_TOKENS, PARITY_SAMPLED = 4, 256, 32  # Counts: prompts, fixed tokens of each, sampled ones.
-PARITY_STRENGTH = 0.3  # Norm of the test adapter's update, as a share of the norm of the weight.
-PARITY_VISIBLE = 0.01  # Nats: the check must see at least this effect of the test adapter.
+# Norms of the test adapter's update, as shares of the weight's norm. The first is taken that changes the trainer's own
+# log-probs by PARITY_EFFECT times the difference without an adapter: a weaker one could be missing unseen, and a much
+# stronger one wrecks a trained model, whose noise then grows.
+PARITY_STRENGTHS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
+PARITY_EFFECT, PARITY_LEAST_EFFECT = 6.0, 0.05  # ratio, nats
+# The difference with the test adapter may be this much larger than without it: a ratio, and nats.
+PARITY_GROWTH, PARITY_ALLOWANCE = 1.5, 0.01
+PARITY_VISIBLE = 3.0  # The trainer without its adapter must differ this much more from the engine with it.
 # Share of a small update that may be lost or added on its way, besides four standard errors of stochastic rounding.
 # With gpt-oss-20b's sizes the standard error is some 2e-4.
 SHARE_LIMIT = 0.01
+# A run's log-probs are watched: above WATCH_GROWTH times what the check saw (at least WATCH_LEAST nats) it warns; above
+# WATCH_END nats, or without log-probs for more than WATCH_UNKNOWN of the tokens, learning makes no sense.
+WATCH_GROWTH, WATCH_LEAST, WATCH_END, WATCH_UNKNOWN = 3.0, 0.02, 1.0, 0.1
+BASE, FIXED, SAMPLED = "without an adapter", "fixed tokens", "sampled tokens"
+ADVICE = "docs/rollouts.md#the-mismatch-check has figures to compare with, and what to try"
 
 
 def check_mismatch(trainer: Any) -> None:
-    """Stops before the first step unless vLLM and the trainer (a `Trainer` with an engine) give the same log-probs.
+    """Stops before the first step unless vLLM and the trainer (a `Trainer` with an engine) give the same log-probs, and
+    prepares `run.watch`.
 
-    The adapter of a fresh run is zero and would prove nothing, so a strong random one takes its place for the test.
-    Fixed tokens test the engine's prefill, sampled ones its decoding. Both are repeated after a sleep and with
-    another adapter: an engine that kept the first adapter fails there. The control is the trainer with its adapter
-    switched off: if that agreed as well, the comparison could not see an adapter at all.
+    First without an adapter: how far apart are the two computations of the model itself? Then with a random adapter in
+    place of the run's (that of a fresh run is zero, and would prove nothing), again after a sleep, and there with the
+    opposite adapter, because an engine that kept the first one fails only then. Fixed tokens test the engine's prefill,
+    sampled ones its decoding. The control is the trainer with its adapter switched off: if that agreed as well, the
+    comparison could not see an adapter at all.
 
     The update of a single step is too small to change log-probs visibly. Instead, the check measures which share of
     such an update arrives in the engine's weights.
 
     Raises ParityError. Logs mean and maximum of |difference| in nats."""
     s: Settings = trainer.run.settings
+    trainer.run.watch = MismatchWatch(s, [])
     if s.PARITY == "off":
         log.warning(banner_text("PARITY=off: nothing checks that vLLM generates with the adapter that is trained"))
         return
     check, policy = MismatchCheck(trainer), trainer.model
-    with Phase("train/inference mismatch check"), evaluating(policy), strong_adapter(policy, s.SEED) as matrices:
-        for moment in ("before the first step", "after a sleep"):
-            check.compare(moment)
-            with torch.no_grad():
-                for b in matrices:
-                    b.neg_()
-        if s.ROLLOUT_SYNC != "lora":  # With a native adapter there are no merged weights to compare.
-            fill_with_small_update(matrices, s.LEARNING_RATE, s.SEED)
-            check.compare_share()
+    with Phase("train/inference mismatch check"), evaluating(policy):
+        check.compare_base()
+        with random_adapter(policy, s.SEED) as adapter:
+            check.strengthen(adapter)
+            for moment in ("before the first step", "after a sleep"):
+                check.compare_adapter(moment)
+                adapter.scale(-1.0)
+            if s.ROLLOUT_SYNC != "lora":  # With a native adapter there are no merged weights to compare.
+                fill_with_small_update(adapter.matrices, s.LEARNING_RATE, s.SEED)
+                check.compare_share()
+    trainer.run.watch = MismatchWatch(s, check.results)
 
 
 class MismatchCheck:
@@ -79,32 +103,79 @@ class MismatchCheck:
         texts = [row.prompt for row in run.rows[:PARITY_PROMPTS]]
         self.prompts: list[list[int]] = trainer.processing_class(text=texts)["input_ids"]
         self.fixed = [row[:PARITY_TOKENS] for row in self.prompts]
+        self.base = 0.0  # Nats: the larger mean difference without an adapter, of fixed and sampled tokens.
 
-    def compare(self, moment: str) -> None:
+    def compare_base(self) -> None:
+        """Compares engine and trainer without an adapter. Raises ParityError."""
+        means = {}
+        with self.policy.disable_adapter():
+            for kind, engine_logps, (rows, first, temperature) in self.engine_logps(active=False):
+                difference = engine_logps - self.trainer_logps(rows, first, temperature)
+                means[kind] = self.record(BASE, kind, difference)
+        for kind, mean in means.items():
+            if problem := base_problem(mean, self.settings.PARITY_LIMIT):
+                raise ParityError(f"{BASE}, {kind}: {problem}")
+        self.base = max(means.values())
+
+    def strengthen(self, adapter: RandomAdapter) -> None:
+        """Makes the random `adapter` so strong that the engine's noise cannot hide it."""
+        rows, first = self.fixed, [1] * len(self.fixed)
+        with self.policy.disable_adapter():
+            without = self.trainer_logps(rows, first, 1.0)
+        for strength in PARITY_STRENGTHS:
+            adapter.set_strength(strength)
+            effect = (self.trainer_logps(rows, first, 1.0) - without).abs().mean().item()
+            if effect >= max(PARITY_EFFECT * self.base, PARITY_LEAST_EFFECT):
+                break
+        log.info("parity: a test adapter of %g of the weights changes log-probs by %.4f nats", strength, effect)
+
+    def compare_adapter(self, moment: str) -> None:
         """Compares fixed and sampled tokens with the adapter as it is. Raises ParityError."""
+        for kind, engine_logps, (rows, first, temperature) in self.engine_logps():
+            difference, control = engine_logps - self.trainer_logps(rows, first, temperature), None
+            # A confident model samples tokens that no adapter changes: only fixed ones must show the control.
+            if kind == FIXED:
+                with self.policy.disable_adapter():
+                    control = (engine_logps - self.trainer_logps(rows, first, temperature)).abs().mean().item()
+            mean = self.record(moment, kind, difference, control)
+            if problem := adapter_problem(mean, self.base, control):
+                raise ParityError(f"{moment}, {kind}: {problem}")
+
+    def engine_logps(
+        self, active: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor, tuple[TokenRows, list[int], float]]]:
+        """Yields for fixed and for sampled tokens: the engine's log-probs (N,), NaN where it gave none, and what
+        `trainer_logps` needs to compute the same. Not `active`: without the adapter."""
         s = self.settings
         self.engine.wake()
-        self.engine.sync_weights(self.policy)
+        self.engine.sync_weights(self.policy, active)
         scored = self.engine.score(self.fixed)
         # Nucleus sampling is off, because the trainer does not have its renormalized log-probs.
         ids, sampled = self.engine.generate(self.prompts, s.SEED, PARITY_SAMPLED, top_p=1.0)
         self.engine.sleep()
         rows = [prompt + completion for prompt, completion in zip(self.prompts, ids, strict=True)]
-        for kind, figures in (
-            ("fixed tokens", self.differences(scored, self.fixed, [1] * len(self.fixed), 1.0)),
-            ("sampled tokens", self.differences(sampled, rows, list(map(len, self.prompts)), s.TEMPERATURE)),
+        for kind, values, tokens in (
+            (FIXED, scored, (self.fixed, [1] * len(self.fixed), 1.0)),
+            (SAMPLED, sampled, (rows, list(map(len, self.prompts)), s.TEMPERATURE)),
         ):
-            mean, control = figures["mean"], figures["control_mean"]
-            shown = (moment, kind, mean, figures["max"], control)
-            log.info("parity %s, %s: mean %.4f, max %.3f nats; control (adapter off) %.4f", *shown)
-            self.results.append({"when": moment, "kind": kind} | figures)
-            # A confident model samples tokens that no adapter changes: only fixed ones must show the control.
-            problem = parity_problem(mean, control if kind == "fixed tokens" else None, s.PARITY_LIMIT)
-            if problem:
-                raise ParityError(f"{moment}, {kind}: {problem}. {self.difference_without_adapter()}")
+            yield kind, torch.tensor([math.nan if v is None else v for row in values for v in row]), tokens
+
+    def record(self, moment: str, kind: str, difference: torch.Tensor, control: float | None = None) -> float:
+        """Logs the mean |difference| in nats and returns it; `control` is that with the trainer's adapter off."""
+        figures: dict[str, float] = {"mean": difference.abs().mean().item(), "max": difference.abs().max().item()}
+        words = f"mean {figures['mean']:.4f}, max {figures['max']:.3f} nats"
+        if kind == SAMPLED:
+            figures["kl"] = sampled_kl(difference).item()
+            words += f", KL {figures['kl']:.5f}"
+        if control is not None:
+            figures["control_mean"] = control
+            words += f"; control (adapter off in the trainer) {control:.4f}"
+        log.info("parity %s, %s: %s", moment, kind, words)
+        self.results.append({"when": moment, "kind": kind} | figures)
+        return figures["mean"]
 
     def compare_share(self) -> None:
-        """Raises ParityError unless the whole update arrives in vLLM's weights."""
+        """Raises ParityError unless the whole update arrives in vLLM's weights, and no more than it."""
         self.engine.wake()
         self.engine.sync_weights(self.policy)
         self.engine.sleep()
@@ -116,30 +187,6 @@ class MismatchCheck:
                 "follow another adapter. Please report it: no setting should do this. PARITY=off goes on all the "
                 "same, USE_VLLM=0 generates with transformers"
             )
-
-    def differences(
-        self, engine_rows: Sequence[Sequence[float | None]], rows: TokenRows, first: Sequence[int], temperature: float
-    ) -> dict[str, float]:
-        """How far the engine's log-probs of tokens `first[i]`.. of each row are from the trainer's, in nats: mean and
-        maximum, and the mean with the trainer's adapter switched off."""
-        engine_logps = torch.tensor([math.nan if v is None else v for row in engine_rows for v in row])
-        difference = (engine_logps - self.trainer_logps(rows, first, temperature)).abs()
-        with self.policy.disable_adapter():
-            control = (engine_logps - self.trainer_logps(rows, first, temperature)).abs()
-        means = {"mean": difference.mean().item(), "control_mean": control.mean().item()}
-        return means | {"max": difference.max().item()}
-
-    def difference_without_adapter(self) -> str:
-        """A sentence on how far both differ without an adapter: it tells whether the adapter is the cause."""
-        self.engine.wake()
-        self.engine.sync_weights(self.policy, active=False)
-        scored = self.engine.score(self.fixed)
-        self.engine.sleep()
-        mean = self.differences(scored, self.fixed, [1] * len(self.fixed), 1.0)["control_mean"]
-        return (
-            f"Without any adapter, in both, the mean is {mean:.4f}: if that is as large, the two compute the model "
-            "itself otherwise, and PARITY_LIMIT above it accepts that"
-        )
 
     def trainer_logps(self, rows: TokenRows, first: Sequence[int], temperature: float) -> torch.Tensor:
         """The trainer's log-probs of tokens `first[i]`.. of each row, in order: (N,), float32 on the CPU."""
@@ -161,36 +208,101 @@ def fill_with_small_update(matrices: Sequence[torch.Tensor], size: float, seed: 
         b.copy_(torch.randint(2, b.shape, generator=generator) * (2 * size) - size)
 
 
+class RandomAdapter:
+    """Random matrices in place of the B (out, r) of each layer's adapter."""
+
+    def __init__(self, policy: torch.nn.Module, seed: int):
+        self.layers = list(lora_layers(policy).values())
+        self.matrices: list[torch.Tensor] = [layer.get_parameter("lora_B.default.weight") for layer in self.layers]
+        self.generator_seed = seed
+
+    @torch.no_grad()
+    def set_strength(self, strength: float) -> None:
+        """Draws the matrices anew, from the same seed; each update's norm is `strength` times its weight's."""
+        generator = torch.Generator().manual_seed(self.generator_seed)
+        for layer, b in zip(self.layers, self.matrices, strict=True):
+            b.copy_(torch.randn(b.shape, generator=generator))
+            b.mul_(strength * weight_norm(layer) / update_norm(layer))
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        for b in self.matrices:
+            b.mul_(factor)
+
+
 @contextlib.contextmanager
-def strong_adapter(policy: torch.nn.Module, seed: int) -> Iterator[list[torch.Tensor]]:
-    """Puts random matrices in place of each layer's B (out, r) and yields these. After the block, B is as before."""
-    layers, generator = list(lora_layers(policy).values()), torch.Generator().manual_seed(seed)
-    matrices: list[torch.Tensor] = [layer.get_parameter("lora_B.default.weight") for layer in layers]
-    kept = [b.detach().clone() for b in matrices]
+def random_adapter(policy: torch.nn.Module, seed: int) -> Iterator[RandomAdapter]:
+    """Yields a RandomAdapter of `policy`. After the block, the adapter is as before."""
+    adapter = RandomAdapter(policy, seed)
+    kept = [b.detach().clone() for b in adapter.matrices]
     try:
-        with torch.no_grad():
-            for layer, b in zip(layers, matrices, strict=True):
-                b.copy_(torch.randn(b.shape, generator=generator))
-                b.mul_(PARITY_STRENGTH * weight_norm(layer) / update_norm(layer))
-        yield matrices
+        yield adapter
     finally:
         with torch.no_grad():
-            for b, before in zip(matrices, kept, strict=True):
+            for b, before in zip(adapter.matrices, kept, strict=True):
                 b.copy_(before)
 
 
-def parity_problem(mean: float, control: float | None, limit: float) -> str | None:
-    """Why the check fails with log-probs that differ by `mean` nats, and by `control` without the adapter (None: not
-    compared). None if it passes."""
+def sampled_kl(difference: torch.Tensor) -> torch.Tensor:
+    """An estimate of KL(engine || trainer) in nats a token, from the differences engine - trainer of the log-probs of
+    sampled tokens: the mean of r - 1 - log r, with r the trainer's probability divided by the engine's.
+
+    This is k3 of http://joschu.net/blog/kl-approx.html, which NeMo-RL logs as gen_kl_error."""
+    return ((-difference).exp() - 1 + difference).mean()
+
+
+def base_problem(mean: float, limit: float) -> str | None:
+    """Why the check fails with log-probs that differ by `mean` nats without an adapter. None if it passes."""
+    if mean <= limit:
+        return None
+    return (
+        f"vLLM and trainer differ by {mean:.4f} nats a token on average, PARITY_LIMIT is {limit:g}: they compute the "
+        "model itself otherwise. Try ATTN_IMPL=eager or VLLM_EAGER=1; USE_VLLM=0 generates with transformers, and a "
+        f"higher PARITY_LIMIT accepts the difference. {ADVICE}"
+    )
+
+
+def adapter_problem(mean: float, base: float, control: float | None) -> str | None:
+    """Why the check fails with log-probs that differ by `mean` nats with an adapter, by `base` without one, and by
+    `control` (None: not compared) with the trainer's switched off. None if it passes."""
+    limit = PARITY_GROWTH * base + PARITY_ALLOWANCE
     if not mean <= limit:
         return (
-            f"vLLM and trainer differ by {mean:.4f} nats a token on average, PARITY_LIMIT is {limit:g}. Try the other "
-            "ROLLOUT_SYNC (experts need lora), ATTN_IMPL=eager or VLLM_EAGER=1; USE_VLLM=0 generates with transformers"
+            f"with the test adapter vLLM and trainer differ by {mean:.4f} nats a token on average, without any by "
+            f"{base:.4f}; up to {limit:.4f} would be noise, so vLLM does not generate with the trainer's adapter. Try "
+            f"the other ROLLOUT_SYNC (experts need lora); USE_VLLM=0 generates with transformers. {ADVICE}"
         )
-    if control is not None and not control > max(2 * mean, PARITY_VISIBLE):
+    if control is not None and not control >= PARITY_VISIBLE * mean:
         return (
-            f"switching the adapter off changes the difference only from {mean:.4f} to {control:.4f} nats, so it "
-            "cannot be told whether vLLM uses the adapter. Try the other ROLLOUT_SYNC (experts need lora), or "
-            "PARITY=off if this is expected"
+            f"switching the trainer's adapter off changes the difference only from {mean:.4f} to {control:.4f} nats: "
+            "it cannot be told whether vLLM uses the adapter. Try the other ROLLOUT_SYNC (experts need lora), or "
+            f"PARITY=off if this is expected. {ADVICE}"
         )
     return None
+
+
+class MismatchWatch:
+    """Compares a run's mismatch with what the check saw before its first step."""
+
+    def __init__(self, settings: Settings, results: Sequence[Mapping[str, Any]]):
+        """`results`: figures of the check; none with PARITY=off, where PARITY_LIMIT stands for them."""
+        self.settings = settings
+        self.seen: float = max((row["mean"] for row in results), default=settings.PARITY_LIMIT)
+        self.warn_above = max(WATCH_GROWTH * self.seen, WATCH_LEAST)
+
+    def compare(self, step: int, mean: float, unknown: float) -> None:
+        """Looks at the `mean` |difference| in nats of the log-probs of the tokens that a step was sampled with, and at
+        the share of the tokens for which vLLM gave none. Warns, and again if it doubles; raises MismatchGrown where
+        learning makes no sense, but not with PARITY=off."""
+        fault = f"step {step}: vLLM's log-probs differ from the trainer's by {mean:.4f} nats a token on average"
+        if unknown:
+            fault += f", and {unknown:.1%} of the sampled tokens have none (NaN)"
+        fault += f"; the mismatch check saw {self.seen:.4f}" if self.settings.PARITY == "on" else ""
+        if self.settings.PARITY == "on" and not (mean <= WATCH_END and unknown <= WATCH_UNKNOWN):
+            raise MismatchGrown(
+                f"{fault}. Learning from such completions makes no sense. The steps before are saved; try "
+                f"VLLM_EAGER=1 or the other ROLLOUT_SYNC, or go on with USE_VLLM=0 or PARITY=off. {ADVICE}"
+            )
+        if not mean <= self.warn_above or unknown:
+            log.warning("%s. %s", fault, ADVICE)
+            self.warn_above = max(self.warn_above, 2 * mean)
