@@ -128,7 +128,7 @@ GPU_SHARE, CPU_SHARE = 0.9, 0.5
 KEPT_SHARE, LEAST_KEPT_TOKENS, MOST_KEPT_TOKENS = 0.7, 8_500, 16_000
 MICRO_BATCH_TOKENS = 50_000  # Micro-batches with more tokens are not faster per token.
 BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
-HEAD_ROWS, HEAD_TILE = 4096, 16384  # Tokens and vocabulary entries of a tile of logits; TRL's, in BF16, are as large.
+HEAD_ROWS, HEAD_TILE = 4096, 16384  # Tokens and vocabulary entries in a tile of logits: 256 MiB, as TRL's of BF16.
 # A communicator's buffers grow with the bandwidth between the GPUs: users report 1.6 GB
 # (https://github.com/NVIDIA/nccl/issues/864), and 0.5 to 0.7 on A100s (.../964). We have not measured them.
 NCCL_GIB = 1.5

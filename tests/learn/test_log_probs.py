@@ -33,8 +33,8 @@ ROWS, HIDDEN, VOCABULARY, TEMPERATURE = 48, 96, 1000, 0.8
 
 
 def example(dtype):
-    """(states, head, targets, slopes): each row's largest logit is 23 to 31, and its target another likely token, as
-    where a trained model's sampling mattered."""
+    """(states, head, targets, slopes): each row's largest logit is 23 to 31, and its target another token, whose
+    log-prob is -11 to -0.0005."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator)
     best, second = torch.randint(VOCABULARY, (2, ROWS), generator=generator)
@@ -48,7 +48,8 @@ def exact(states, weight, targets, slopes):
     states = states.detach().double().requires_grad_()
     logps = (states @ weight.double().t() / TEMPERATURE).log_softmax(-1)
     chosen = logps.gather(1, targets[:, None])[:, 0]
-    return chosen.detach(), -(logps.exp() * logps).sum(-1).detach(), torch.autograd.grad(chosen, states, slopes.double())[0]
+    entropies = -(logps.exp() * logps).sum(-1)
+    return chosen.detach(), entropies.detach(), torch.autograd.grad(chosen, states, slopes.double())[0]
 
 
 def ours(states, weight, targets, slopes):
@@ -94,6 +95,6 @@ def test_a_float32_model_learns_as_with_trls_kernel():
     assert max(errors(ours, torch.float32)) < 1e-4
 
 
-def test_triton_s_kernels_and_torch_compute_the_same():
+def test_tritons_kernels_and_torch_compute_the_same():
     """What runs on a GPU, with tiles of several blocks and one with a part of a block."""
     interpreted(KERNELS)

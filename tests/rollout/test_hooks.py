@@ -204,7 +204,7 @@ RELIED_ON = {  # excerpts of a definition's source
     f"{TRITON}/tensor_details/layout_details/hopper_value.py:HopperMXValueLayout": [
         "self.mx_axis = mx_axis", "batch = data.ndim - 2", "return data.mT",
     ],
-    # Logits in float32 from BF16 operands, also of a draft and beside LoRA: hf_overrides={"head_dtype": "float32"}.
+    # Logits in float32 from BF16 operands: hf_overrides={"head_dtype": "float32"}.
     "config/model.py:ModelConfig.head_dtype": ["config=self.hf_config"],
     "config/model.py:_get_head_dtype": ["getattr(config, 'head_dtype', None)", "_STR_DTYPE_TO_TORCH_DTYPE[head_dtype]"],
     f"{LAYERS}/logits_processor.py:LogitsProcessor.__init__": ["self.head_dtype = model_config.head_dtype"],
