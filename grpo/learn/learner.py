@@ -10,16 +10,16 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
-from trl.kernels import ChunkedLogProbFunction
 
 from grpo.learn.context import RunContext
 from grpo.learn.distributed import adapter_gradients, sum_over_ranks
 from grpo.learn.expected_reward import StepRewards, expected_rewards, mean_and_scale, token_advantages
+from grpo.learn.log_probs import HeadLogProbs
 from grpo.model.attention import KERNELS, hidden_states, unwrap_peft
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.phases import LINE_S, with_progress
-from grpo.plan.memory import HEAD_TILE, micro_batch_tokens
+from grpo.plan.memory import micro_batch_tokens
 from grpo.rollout.parity import sampled_kl
 
 Batch = dict[str, Tensor]  # The tensors that TRL makes of a step, or of some of its completions.
@@ -136,13 +136,8 @@ class Learner(GRPOTrainer):
             yield torch.tensor(rows, device=device) + rank_rows.start, packed
 
     def compute_logps(self, base: PreTrainedModel, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`.
-
-        TRL's kernel holds the logits of one tile at a time, and is faster than Liger's (docs/tried.md)."""
-        head = base.get_output_embeddings()
-        return ChunkedLogProbFunction.apply(
-            states, head.weight, head.bias, targets, self.temperature, HEAD_TILE, None, 1.0, ("entropy",)
-        )[:2]
+        """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`."""
+        return HeadLogProbs.apply(states, base.get_output_embeddings().weight, targets, self.temperature)
 
     def with_expected_rewards(
         self, base: PreTrainedModel, batch: Batch, answers: StepRewards

@@ -23,6 +23,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model.attention import install_attention, unwrap_peft
 from grpo.model.experts import EXPERTS_IMPLEMENTATION, QuantizedExperts, expert_weights, quantized_experts
+from grpo.model.head import install_float32_head
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
@@ -149,9 +150,12 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
 
 
 def in_compute_dtype(model: PreTrainedModel) -> PreTrainedModel:
-    """A BF16 model, unchanged on a GPU; on a CPU cast in place to float32 with the same values, because many CPUs only
-    emulate BF16, which is several times slower."""
-    return model.float() if model.device.type == "cpu" else model
+    """A BF16 model, of which on a GPU only the logits become float32; on a CPU it is cast in place to float32 with the
+    same values, because many CPUs only emulate BF16, which is several times slower."""
+    if model.device.type == "cpu":
+        return model.float()
+    install_float32_head(model)
+    return model
 
 
 def load_base(

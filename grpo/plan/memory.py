@@ -128,7 +128,7 @@ GPU_SHARE, CPU_SHARE = 0.9, 0.5
 KEPT_SHARE, LEAST_KEPT_TOKENS, MOST_KEPT_TOKENS = 0.7, 8_500, 16_000
 MICRO_BATCH_TOKENS = 50_000  # Micro-batches with more tokens are not faster per token.
 BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
-HEAD_TILE = 32768  # Vocabulary entries in a tile of logits, as in TRL.
+HEAD_ROWS, HEAD_TILE = 4096, 16384  # Tokens and vocabulary entries in a tile of logits: 256 MiB, as TRL's of BF16.
 # A communicator's buffers grow with the bandwidth between the GPUs: users report 1.6 GB
 # (https://github.com/NVIDIA/nccl/issues/864), and 0.5 to 0.7 on A100s (.../964). We have not measured them.
 NCCL_GIB = 1.5
@@ -176,7 +176,7 @@ def learning_gib(settings: Settings, inputs: PlanInputs, completions: int, parts
             saved_per_token += 2 * top * (config["intermediate_size"] + hidden)
         saved = (tokens * saved_per_token + scores) * layers
     completion_tokens = completions * settings.MAX_COMPLETION_LEN
-    tile = min(completion_tokens, 4096) * min(config["vocab_size"], HEAD_TILE) * 2
+    tile = min(completion_tokens, HEAD_ROWS) * min(config["vocab_size"], HEAD_TILE) * 6  # float32, and BF16 gradients
     head = tile + (tokens * 2 + completion_tokens * 8) * hidden
     # The largest tensor once more, as an allowance for free blocks that torch's allocator cannot join: 12 x 32
     # completions on an H100 took 3 GiB more than the rest (docs/results/experts-shared-384-recomputed-h100.json).

@@ -77,6 +77,8 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
         "kv_cache_memory_bytes": int(plan.cache * GIB),
         # kv_cache_memory_bytes is the limit, not this share; but vLLM refuses to start unless the share is free.
         "gpu_memory_utilization": max(0.01, min(0.9, plan.awake / gpu_total)),
+        # Logits are not rounded to BF16, as the learner's are not: grpo/model/head.py.
+        "hf_overrides": {"head_dtype": "float32"},
         "logprobs_mode": "processed_logprobs",  # After temperature, as the importance correction compares them.
         "enable_prefix_caching": True,  # the completions of a prompt share its cache
         "enable_flashinfer_autotune": False,  # Tuning takes seconds, for kernels that gpt-oss does not use.

@@ -46,7 +46,7 @@ def test_learning_never_holds_the_logits_of_the_whole_vocabulary(tiny, tmp_path,
     with Shapes() as shapes:
         loss_and_gradients(trainer, inputs, 2)
     assert full_logits(shapes, trainer), "one tile holds the tiny vocabulary: it sees them where they are"
-    monkeypatch.setattr("grpo.learn.learner.HEAD_TILE", TILE)
+    monkeypatch.setattr("grpo.learn.log_probs.HEAD_TILE", TILE)
     with Shapes() as shapes:
         loss_and_gradients(trainer, inputs)
     assert not full_logits(shapes, trainer)

@@ -120,6 +120,7 @@ def test_engine_arguments():
 
     engine, merge = arguments()
     assert merge["logprobs_mode"] == "processed_logprobs" and "quantization" not in merge, "MXFP4 as it is stored"
+    assert merge["hf_overrides"] == {"head_dtype": "float32"}
     assert merge["gpu_memory_utilization"] == pytest.approx(engine.awake / 79.6)
     assert merge["compilation_config"]["cudagraph_capture_sizes"] == list(capture_sizes(96))
     assert "compilation_config" not in arguments(VLLM_EAGER=True)[1] and "speculative_config" not in merge

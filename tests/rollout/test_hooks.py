@@ -204,6 +204,15 @@ RELIED_ON = {  # excerpts of a definition's source
     f"{TRITON}/tensor_details/layout_details/hopper_value.py:HopperMXValueLayout": [
         "self.mx_axis = mx_axis", "batch = data.ndim - 2", "return data.mT",
     ],
+    # Logits in float32 from BF16 operands: hf_overrides={"head_dtype": "float32"}.
+    "config/model.py:ModelConfig.head_dtype": ["config=self.hf_config"],
+    "config/model.py:_get_head_dtype": ["getattr(config, 'head_dtype', None)", "_STR_DTYPE_TO_TORCH_DTYPE[head_dtype]"],
+    f"{LAYERS}/logits_processor.py:LogitsProcessor.__init__": ["self.head_dtype = model_config.head_dtype"],
+    f"{LAYERS}/logits_processor.py:LogitsProcessor._apply_head": [
+        "torch.mm(flat, lm_head.weight.t(), out_dtype=self.head_dtype)",
+    ],
+    f"{LAYERS}/logits_processor.py:LogitsProcessor._get_logits": ["self._apply_head("],
+    f"{GPT_OSS}:GptOssForCausalLM.compute_logits": ["self.logits_processor(self.lm_head,"],
     # Patched kernels. In a newer triton_kernels the strides are no constants, and `compile_router_once` can go.
     f"{TRITON}/topk.py:topk_forward": ["_topk_forward["],
     f"{TRITON}/topk_details/_topk_forward.py:_topk_forward": ["stride_rn: tl.constexpr"],
