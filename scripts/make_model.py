@@ -11,8 +11,8 @@ answers in the right format and reads the numbers, but does not know which actio
 ``full`` has gpt-oss-20b's or 120b's shapes and noise for weights: it costs what the real model costs in memory and
 time, and answers nothing. docs/models.md says what each can show.
 
-Both are written in the MXFP4 layout of openai/gpt-oss-20b. What is simplified: ``full`` does not imitate the
-statistics of trained weights, only a scale at which activations stay finite.
+Both are written in the MXFP4 layout of openai/gpt-oss-20b. What is simplified: without ``--realistic``,
+``full`` does not imitate the statistics of trained weights, only a scale at which activations stay finite.
 
 Exit codes: 0 done, 2 a usage error, a refused target or a full disk.
 """
@@ -42,6 +42,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     full.add_argument("--device", default="cpu", help="where the weights are drawn: cpu (default) or cuda")
     full.add_argument("--shape", choices=("20b", "120b"), default="20b", help="size of gpt-oss (default 20b)")
     full.add_argument("--layers", type=int, help="number of layers, 0.49 GiB each (120b: 1.65); default 24 (120b: 36)")
+    full.add_argument("--realistic", action="store_true", help="weights with the statistics of a trained model's")
     return parser.parse_args(argv)
 
 
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "full":
             sizes = {"20b": GPT_OSS_20B, "120b": GPT_OSS_120B}[args.shape]
             sizes = sizes | ({"num_hidden_layers": args.layers} if args.layers else {})
-            write_full(args.out, sizes, args.tokenizer, args.device)
+            write_full(args.out, sizes, args.tokenizer, args.device, args.realistic)
         else:
             write_tiny(args.out)
             print(FIGURES.format(**json.loads((args.out / "warmup.json").read_text(encoding="utf-8"))))
