@@ -140,8 +140,8 @@ class Settings:
     PARITY: str = setting("Rollouts", "on", choices=("on", "off"), resume=True, text=
         "Mismatch check: compare vLLM's log-probs with the trainer's before the first step, and stop (exit code 3) "
         "where they differ.")
-    PARITY_LIMIT: float = setting("Rollouts", 0.05, "nats", above=0, resume=True, text=
-        "Largest mean difference of log-probs that the mismatch check accepts.")
+    PARITY_LIMIT: float = setting("Rollouts", 0.1, "nats", above=0, resume=True, text=
+        "Largest mean difference of log-probs without an adapter that the mismatch check accepts.")
     PROMPTS_PER_STEP: int = setting("Rollouts", 12, "prompts", tiny=8, low=1, high=MOST_COMPLETIONS, text=
         "Prompts per optimizer step.")
     STEPS_PER_GENERATION: int = setting("Rollouts", 1, "steps", low=1, high=1000, text=

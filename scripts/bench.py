@@ -5,6 +5,7 @@
     python scripts/bench.py rollout --model M --data D --out rollout.json
     python scripts/bench.py rollout --model M --data D --out small.json --free-gib 22 --set EXPERTS=shared
     python scripts/bench.py many --model M --data D --out many.json --gpus 1 2
+    python scripts/bench.py mismatch --model M --data D --out mismatch.json
     python scripts/bench.py faults --model M --data D --out faults.json
     python scripts/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
 
@@ -21,6 +22,9 @@ with the same work in all, of 96 and of 384 completions (strong scaling). The JS
 `demo` runs train_grpo.py on the tiny model for ten seeds and lets the last and the best adapter control the plant
 through three sets of windows that chose neither. Exit code 1 unless the best ones are below the rule charge_when_clean
 on all seeds and sets.
+
+`mismatch` runs the mismatch check, then once more for each of a list of faults that it makes in the engine or in the
+trainer, and records what the check sees (docs/rollouts.md, "The mismatch check").
 
 `faults` runs the entry point once as it is and once with kills, a full GPU and a dying engine in each phase of a step,
 and starts it again after each (docs/reliability.md, "On a GPU"). Exit code 1 if a start does not end as it should, or a
@@ -70,6 +74,8 @@ def parse_args() -> argparse.Namespace:
     demo.add_argument("--jobs", type=int, default=2, help="seeds side by side (default %(default)s)")
     faults = add_command(commands, "faults", "kills, full memory and a dying engine in each phase of a step", True)
     faults.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="only these faults, in this order")
+    mismatch = add_command(commands, "mismatch", "vLLM against the trainer, and which faults the check finds", True)
+    mismatch.add_argument("--faults", nargs="+", metavar="NAME", help="only these, in this order (default: all)")
     options = parser.parse_args()
     if unknown := [name for name, _ in options.set if name not in FIELDS]:
         parser.error(f"{', '.join(unknown)}: no setting has this name (docs/settings.md)")

@@ -25,8 +25,8 @@ MATRIX_GAIN = {
     "down_proj": 0.1,
     "lm_head": 1.5,  # logits N(0, 1.5**2): sampled tokens vary, entropy is 1.1 nats below the uniform distribution's
 }
-# The same with a trained model's statistics. They are SmolLM2-135M-Instruct's over 1,024 tokens of English, and were
-# fixed before two implementations were compared (docs/models.md).
+# The same with a trained model's statistics: each comment says what SmolLM2-135M-Instruct's are over 1,024 tokens of
+# English. Do not adjust them until two implementations agree: how much these differ is a result (docs/models.md).
 REALISTIC_GAIN = {
     "q_proj": 1.45,  # attention beside the sink has an entropy of 2.9 nats over up to 256 keys and a top weight of 0.3
     "k_proj": 1.45,
@@ -35,7 +35,7 @@ REALISTIC_GAIN = {
     "router": 3.0,  # as above, where the best of four experts weighs a half: SmolLM2 has no router
     "gate_up_proj": 1.2,  # gates have an rms of 0.4 to 1.2, and of 0.9 in the middle layers
     "down_proj": 0.75,  # a layer's MLP adds 0.37 of the residual stream's rms
-    "lm_head": 3.2,  # the distribution's entropy is 3.5 nats (here 4.2, over four times as many tokens)
+    "lm_head": 3.5,  # the distribution's entropy is 3.5 nats (here 4.3, over four times as many tokens)
 }
 RESIDUAL_GROWTH = 1.1  # the residual stream grows 9.4 times over 24 layers, so that late layers matter like early ones
 NORM_SPREAD = 0.25  # standard deviation of a layer's norm weights over their mean

@@ -86,7 +86,8 @@ def harmony_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
 
 def config_values(config: LlamaConfig) -> dict[str, Any]:
     """What config.json of the rewritten model has in place of data/tiny's values."""
-    length = config.max_position_embeddings
+    length, rope_theta = config.max_position_embeddings, config.rope_parameters["rope_theta"]  # type: ignore[index]
+    assert config.num_key_value_heads
     # vLLM gives every even layer the sliding window, whatever layer_types says; as long as the context it cuts nothing.
     # vLLM reads the factor of YaRN, which with 1 is plain RoPE.
     rope = {"rope_type": "yarn", "factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
@@ -103,7 +104,7 @@ def config_values(config: LlamaConfig) -> dict[str, Any]:
         "sliding_window": length,
         "max_position_embeddings": length,
         "initial_context_length": length,
-        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_theta": rope_theta,
         "rope_scaling": rope | {"original_max_position_embeddings": length},
         "swiglu_limit": LIMIT,
         "rms_norm_eps": config.rms_norm_eps,
