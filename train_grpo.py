@@ -46,8 +46,8 @@ from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
 from grpo.run.durable import scratch_folder
 from grpo.run.ending import StopRequest, end_quietly, fail, handle_failure, ignore_signals, record_end
-from grpo.run.folder import continuation, mark_complete, prepare_run
-from grpo.run.layout import lock_output_dir
+from grpo.run.folder import add_record, continuation, mark_complete, prepare_run
+from grpo.run.layout import SETTINGS, lock_output_dir
 from grpo.run.logs import start_logging
 from grpo.run.ranks import RankLost, Ranks
 from grpo.settings import flag_answers, format_exception, help_text, log
@@ -198,6 +198,8 @@ def train(resolved: ResolvedRun) -> int:
     stop.listen()
     if plan.engine:
         run.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, policy)
+        if not ranks.rank:
+            add_record(folder, SETTINGS, {"vllm": run.engine.backends})
         check_mismatch(trainer)
     trainer.run_on_rank0(progress.before, trainer)
     stop.at_once = False  # From here on a signal waits for the end of its step and a checkpoint.

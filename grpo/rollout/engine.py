@@ -8,6 +8,7 @@ import contextlib
 import gc
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,16 @@ from torch.nn import Module
 
 from grpo.phases import LINE_S, Phase
 from grpo.plan.engine import BATCHED_TOKENS, DRAFT_TOKENS, EnginePlan, vllm_rank
+from grpo.plan.hub import has_mxfp4
 from grpo.plan.machine import GIB
 from grpo.plan.targets import expert_words
 from grpo.rollout.paged_weights import PagedWeights
 from grpo.rollout.shared_weights import share_weights
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import sync_merged_weights, write_adapter
-from grpo.run.durable import scratch_folder
+from grpo.run.durable import read_json, scratch_folder
 from grpo.run.ending import RunFailure
-from grpo.settings import Settings
+from grpo.settings import Settings, log
 
 TokenRows = Sequence[Sequence[int]]  # token ids
 Generated = tuple[list[list[int]], list[list[float | None]]]  # token ids of completions, the log-prob of each token
@@ -63,8 +65,11 @@ def vllm_modules(experts: bool) -> list[str]:
     return ["qkv_proj", "o_proj", "experts"] if experts else ["qkv_proj", "o_proj"]
 
 
-def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_total: float) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`: one engine in this process, MXFP4 weights as in the checkpoint, memory as planned."""
+def engine_arguments(
+    settings: Settings, plan: EnginePlan, model_path: str, gpu_total: float, pin_experts: bool = False
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`: one engine in this process, MXFP4 weights as in the checkpoint, memory as planned.
+    `pin_experts`: vLLM takes Triton's MXFP4 kernels or refuses to start, where adapters leave it the choice."""
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": "bfloat16",
@@ -109,7 +114,23 @@ def engine_arguments(settings: Settings, plan: EnginePlan, model_path: str, gpu_
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
         modules = vllm_modules(bool(expert_words(settings.LORA_TARGETS)))
         arguments |= {"max_lora_rank": vllm_rank(settings.LORA_R), "lora_target_modules": modules}
+    elif pin_experts:
+        # Where they cannot be imported, vLLM would silently take CUTLASS's, whose text was garbage elsewhere
+        # (https://github.com/flashinfer-ai/flashinfer/issues/3334). With LoRA it has only Marlin's.
+        arguments["moe_backend"] = "triton"
     return arguments
+
+
+def chosen_backends(model: Module) -> dict[str, str]:
+    """The kernels with which vLLM's `model` computes experts and attention, by vLLM's names; empty if they moved."""
+    try:
+        layer: Any = model.get_submodule("model.layers.0")
+        quantization, attention = layer.mlp.experts.routed_experts.quant_method, layer.attn.attn
+        version = getattr(attention.impl, "vllm_flash_attn_version", None)
+        kernels = getattr(getattr(quantization, "mxfp4_backend", None), "value", type(quantization).__name__)
+        return {"experts": str(kernels), "attention": f"{attention.attn_backend.get_name()} {version or ''}".strip()}
+    except AttributeError:
+        return {}
 
 
 def start_engine(
@@ -132,11 +153,17 @@ def start_engine(
             from vllm.lora.request import LoRARequest
 
             patch_kernels()
-            llm = LLM(**engine_arguments(settings, plan, model_path, total))
+            # Only Hopper's choice was compared with others; a BF16 checkpoint has no MXFP4 kernels to choose from.
+            pin = torch.cuda.get_device_capability(0)[0] == 9 and has_mxfp4(read_json(Path(model_path) / "config.json"))
+            llm = LLM(**engine_arguments(settings, plan, model_path, total, pin))
             keep_weights_asleep(llm)
             atexit.register(close_process_group)
         engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)
         engine.pages = pages
+        (engine.backends,) = llm.apply_model(chosen_backends)
+        log.info(
+            "vLLM computes experts with %(experts)s, attention with %(attention)s", defaultdict(str, engine.backends)
+        )
         if policy is not None and settings.EXPERTS == "shared":
             engine.lend_weights(policy, whole=not plan.on_host)
         before = torch.cuda.mem_get_info()[0]
@@ -162,6 +189,7 @@ class Engine:
         # The share of the adapter's update that arrived in vLLM's weights at the last merge, and its standard error.
         self.sync_share: tuple[float, float] | None = None
         self.pages: PagedWeights | None = None  # the learner's weights, on the GPU only while the engine sleeps
+        self.backends: dict[str, str] = {}  # The kernels that vLLM chose, by `chosen_backends`.
         self.used_gib = 0.0  # GPU memory that all processes held when the last rollout was generated.
         self.seconds = dict.fromkeys(("wake", "handover", "generate", "sleep"), 0.0)
 

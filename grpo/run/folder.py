@@ -168,6 +168,11 @@ def prepare_run(state: RunState, settings: Settings, records: Mapping[str, Recor
     (folder / DELETING).unlink(missing_ok=True)
 
 
+def add_record(folder: Path, name: str, values: Record) -> None:
+    """Adds `values` to the JSON file `name` in OUTPUT_DIR."""
+    write_sealed(folder / name, read_sealed(folder / name) | values)
+
+
 def cut_logs(folder: Path, checkpoint: Path | None) -> None:
     """Cuts each log back to its length at the checkpoint, because the run writes the later rows again; deletes all logs
     without a checkpoint. A log that was moved away is removed from all manifests, because a new one begins."""
