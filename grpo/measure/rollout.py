@@ -48,7 +48,7 @@ asleep_gib | GiB | of the GPU that the sleeping engine holds before the first ro
 paged_gib | GiB | of the learner, in host memory while vLLM is awake
 parity_base | nats | largest mean difference without an adapter, of fixed and sampled tokens
 parity_mean parity_max | nats | worst of fixed and sampled tokens, without and with an adapter
-parity_kl | nats | largest estimate of KL(vLLM || trainer), sampled tokens
+parity_kl | nats | largest estimate of the KL divergence of the sampled tokens
 parity_control_mean | nats | smallest with the trainer's adapter off
 base_changed | tensors | of the trainer's frozen weights, whose sum of bits differs after training
 lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose sum of bits differs after training
