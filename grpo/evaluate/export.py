@@ -13,8 +13,9 @@ from grpo.evaluate.adapter import load_run_settings
 from grpo.evaluate.publish import copy_small, model_readme
 from grpo.model.checkpoint import expected_tensors, new_directory, write_json, write_tensors
 from grpo.model.experts import dequantize_mxfp4
-from grpo.plan.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
+from grpo.plan.hub import ModelFiles, fetch_weights, find_model, has_mxfp4
 from grpo.plan.targets import checkpoint_weight
+from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.preflight.adapter import NAME_AN_ADAPTER, read_adapter, tensor_shapes
 from grpo.rollout.weight_sync import update_products, update_share
 from grpo.run.durable import sync_files, write_text

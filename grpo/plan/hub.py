@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the small files of a model in a folder, on the Hub, or in data/tiny, and downloads its weights."""
 
-import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.plan.machine import GIB
+from grpo.plan.tensors import WEIGHTS_INDEX, missing_shards, names_fault
 from grpo.run.durable import read_json, type_fault
 from grpo.settings import ROOT, Problems, one_line
 
@@ -51,7 +51,6 @@ REAL_CONFIG: dict[str, Any] = {
     "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072,
     "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
-WEIGHTS_INDEX = "model.safetensors.index.json"  # It lists the weights to load; `original/` and `metal/` hold copies.
 MODEL_FILES = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.*", WEIGHTS_INDEX,
@@ -87,11 +86,15 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
         return None
     for name in missing_shards(folder) if is_local else ():
         problems.add(f"MODEL_ID={model_id}", f"{name} is missing", "Copy the whole checkpoint, weights included")
+    if fault := names_fault(folder, files.config, has_mxfp4(files.config)):
+        fix = f"Save it as transformers does (save_pretrained), or set MODEL_ID={REAL_MODEL}"
+        problems.add(f"MODEL_ID={model_id}", fault, fix)
     return files
 
 
 def read_model_files(folder: Path) -> ModelFiles:
-    """The small files in `folder`. Raises OSError or ValueError if it holds no gpt-oss with a tokenizer."""
+    """The small files in `folder`. Raises OSError, and ValueError if it holds no gpt-oss with a tokenizer whose weights
+    are in BF16, or in BF16 with MXFP4 experts."""
     if not (folder / "config.json").exists():
         raise ValueError("config.json is missing")
     config, tokenizer, template = read_json(folder / "config.json"), folder / "tokenizer.json", None
@@ -99,6 +102,14 @@ def read_model_files(folder: Path) -> ModelFiles:
         raise ValueError(f"this is a model of type {kind}, and this program trains gpt-oss (type gpt_oss)")
     if missing := [key for key in REAL_CONFIG if key not in config and key != "quantization_config"]:
         raise ValueError(f"config.json lacks {', '.join(missing)}, which every gpt-oss has")
+    quantization = config.get("quantization_config")
+    if quantization is not None and (fault := type_fault(quantization, dict, "quantization_config")):
+        raise ValueError(f"config.json: {fault}")
+    if quantization is not None and not has_mxfp4(config):
+        method = quantization.get("quant_method", "an unnamed method")
+        raise ValueError(
+            f"its weights are quantized by {method}, and this program trains MXFP4 experts or BF16 weights"
+        )
     if not tokenizer.exists():
         raise ValueError("tokenizer.json is missing")
     if (folder / "chat_template.jinja").exists():
@@ -141,14 +152,6 @@ def find_draft(folder: str, config: ModelConfig | None, problems: Problems) -> D
     elif wrong or not sizes:
         problems.add(where, ", ".join(wrong) or "it has no .safetensors", fix)
     return DraftModel(shape.get("num_hidden_layers", 1), sum(sizes) / GIB)
-
-
-def missing_shards(folder: Path) -> list[str]:
-    """The weight files that a checkpoint lacks: those in its index, or model.safetensors if it has no index."""
-    shards = {"model.safetensors"}
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        shards = set(read_json(folder / WEIGHTS_INDEX)["weight_map"].values())
-    return sorted(name for name in shards if not (folder / name).is_file())
 
 
 def download_problem(model_id: str, error: BaseException) -> tuple[str, str]:
