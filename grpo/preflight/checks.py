@@ -20,6 +20,7 @@ from grpo.plan.hub import ModelConfig, ModelFiles
 from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
 from grpo.plan.memory import PlanInputs, format_changes, host_shortfall, memory_shortfall, plan_memory
 from grpo.plan.targets import check_targets, expert_words, target_lines
+from grpo.plan.vllm_model import fixed_faults, vllm_faults
 from grpo.preflight import choices
 from grpo.preflight.adapter import check_start_adapter
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, expected_reward_obstacles
@@ -279,6 +280,7 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
     check_settings(settings, resolved.config, machine, problems)
     check_experts(settings, resolved.config, machine, use_vllm, problems)
     check_top_p(settings, use_vllm, problems)
+    check_computed_model(resolved, problems)
     if settings.DRAFT_MODEL and not use_vllm:
         fault = f"only vLLM takes a draft, and it does not generate here ({resolved.reasons['use_vllm']})"
         problems.add("DRAFT_MODEL", fault, "Unset it")
@@ -293,6 +295,18 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
         problems.add("EXPECTED_REWARD", fault, "Set EXPECTED_REWARD=auto, or change that")
     check_simulation(resolved, problems)
     return garbage_warning
+
+
+def check_computed_model(resolved: ResolvedRun, problems: Problems) -> None:
+    """Checks that trainer and vLLM compute the model that config.json describes."""
+    config, plan, where = resolved.config, resolved.plan, f"MODEL_ID={resolved.settings.MODEL_ID}"
+    if config is None or plan is None:
+        return
+    for fault in fixed_faults(config):
+        problems.add(where, fault, "Name another model, or correct config.json where it is wrong")
+    longest = plan.prompt_len + resolved.settings.MAX_COMPLETION_LEN
+    for fault in vllm_faults(config, longest) if resolved.use_vllm else ():
+        problems.add(where, fault, "Set USE_VLLM=0 (transformers generates, which takes longer)")
 
 
 def check_simulation(resolved: ResolvedRun, problems: Problems) -> None:
