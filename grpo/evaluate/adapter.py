@@ -77,5 +77,5 @@ def check_model(settings: Settings, adapter: Path | None, machine: Machine, prob
         return None
     files = find_model(settings.MODEL_ID, problems)
     if files and not machine.gpus and count_parameters(files.config)["total"] * 2 / GIB > 4:
-        problems.add("--model", f"{settings.MODEL_ID} needs a GPU and none is visible", "Run it where there is one")
+        problems.add("--model", f"{settings.MODEL_ID} needs a GPU, and {machine.no_gpu}", "Run it on an NVIDIA GPU")
     return files

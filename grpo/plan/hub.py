@@ -51,6 +51,8 @@ REAL_CONFIG: dict[str, Any] = {
     "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072,
     "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
+# (layers, experts) of a checkpoint -> the model with MXFP4 experts that it may be a BF16 copy of.
+ORIGINALS = {(24, 32): REAL_MODEL, (36, 128): "openai/gpt-oss-120b"}
 MODEL_FILES = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.*", WEIGHTS_INDEX,
