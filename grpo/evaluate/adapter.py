@@ -20,8 +20,8 @@ RECORDED = (
     "MODEL_ID", "TASK", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA",
     "EVAL_SHARE", "EVAL_SAMPLES", "EVAL_EXACT", "EVAL_PROFILE", "SYSTEM_PROMPT", "DIRECT_ANSWERS",
 )  # fmt: skip
-# These are recorded too, but the environment may replace them, because other rows may need other values.
-REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD")
+# These are recorded too, but the environment may replace them: other rows, or another machine, may need other values.
+REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD", "EXPERTS")
 
 
 def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
