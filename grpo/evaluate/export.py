@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from grpo.evaluate.adapter import load_run_settings
+from grpo.evaluate.adapter import commit_of_run, load_run_settings
 from grpo.evaluate.publish import copy_small, model_readme
 from grpo.model.checkpoint import expected_tensors, new_directory, write_json, write_tensors
 from grpo.model.experts import dequantize_mxfp4
@@ -103,7 +103,7 @@ def write_bf16(merged: Merged, files: ModelFiles, folder: Path) -> None:
 def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:
     """(settings of the adapter's run, its base model's small files, their folder) by `options`. Raises InputError."""
     s, problems = load_run_settings(options.adapter, MODEL_ID=options.model)
-    files = None if problems else find_model(s.MODEL_ID, problems)
+    files = None if problems else find_model(s.MODEL_ID, problems, commit_of_run(options.adapter, s.MODEL_ID))
     if files is None or files.folder is None or problems:
         raise InputError(*dict.fromkeys(problems))
     return s, files, files.folder

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the small files of a model in a folder, on the Hub, or in data/tiny, and downloads its weights."""
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,17 +68,19 @@ class ModelFiles:
     config: ModelConfig
     template: str | None = None
     tokenizer: Path | None = None
+    commit: str | None = None  # The Hub's commit that the files are of.
 
 
-def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
-    """The small files of MODEL_ID, which is a local folder, `tiny` or a Hub id; None after a problem."""
+def find_model(model_id: str, problems: Problems, commit: str | None = None) -> ModelFiles | None:
+    """The small files of MODEL_ID, which is a local folder, `tiny` or a Hub id; None after a problem. `commit` is the
+    Hub's commit that a run began with; without it the newest is taken."""
     local = TINY_PATH if model_id == "tiny" else Path(model_id)
     is_local = bool(model_id) and os.path.isdir(local)  # Path.is_dir may raise for odd names, os.path.isdir never does.
     if not is_local and (model_id.startswith((".", "/", "~")) or model_id.count("/") != 1):
         fix = f"Use {REAL_MODEL}, tiny, or an existing folder"
         problems.add("MODEL_ID", f"{model_id!r} is neither a folder nor a Hub id", fix)
         return None
-    folder = local if is_local else fetch_small_files(model_id, problems)
+    folder = local if is_local else fetch_small_files(model_id, commit, problems)
     if folder is None:
         return ModelFiles(None, REAL_CONFIG) if model_id == REAL_MODEL else None
     try:
@@ -91,7 +94,7 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
     if fault := names_fault(folder, files.config, has_mxfp4(files.config)):
         fix = f"Save it as transformers does (save_pretrained), or set MODEL_ID={REAL_MODEL}"
         problems.add(f"MODEL_ID={model_id}", fault, fix)
-    return files
+    return files if is_local else dataclasses.replace(files, commit=folder.name)  # The cache names folders so.
 
 
 def read_model_files(folder: Path) -> ModelFiles:
@@ -156,8 +159,8 @@ def find_draft(folder: str, config: ModelConfig | None, problems: Problems) -> D
     return DraftModel(shape.get("num_hidden_layers", 1), sum(sizes) / GIB)
 
 
-def download_problem(model_id: str, error: BaseException) -> tuple[str, str]:
-    """(fault, fix) for `Problems.add`, after an exception in a download from the Hub."""
+def download_problem(model_id: str, error: BaseException, commit: str | None = None) -> tuple[str, str]:
+    """(fault, fix) for `Problems.add`, after an exception in a download from the Hub. `commit`: as in `find_model`."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError):  # Its cause is the network's error.
@@ -165,18 +168,22 @@ def download_problem(model_id: str, error: BaseException) -> tuple[str, str]:
     fault = f"{model_id} is not in the cache and cannot be fetched ({one_line(str(error), 300)})"
     token = "for a gated or private model accept the licence on its page and run `hf auth login` or set HF_TOKEN"
     network = "look at the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
+    if commit:
+        fault = f"the run began with commit {commit} and uses no other, and {fault}"
+        return fault, f"{token.capitalize()}; {network}. A new OUTPUT_DIR begins with the newest commit"
     return fault, f"Check the name; {token}; {network}. Or set MODEL_ID to a local folder or to tiny"
 
 
-def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
-    """The folder with a Hub model's config, tokenizer and template, downloaded or cached; None after a problem."""
+def fetch_small_files(model_id: str, commit: str | None, problems: Problems) -> Path | None:
+    """The folder with a Hub model's config, tokenizer and template, of `commit` or the newest, downloaded or cached;
+    None after a problem."""
     try:
         from huggingface_hub import snapshot_download  # The package may be missing.
 
-        return Path(snapshot_download(model_id, allow_patterns=MODEL_FILES))
+        return Path(snapshot_download(model_id, revision=commit, allow_patterns=MODEL_FILES))
     except Exception as error:  # Offline, no such repository, or no access.
         if getattr(error, "name", "") != "huggingface_hub":  # `check_packages` reports that package.
-            problems.add("MODEL_ID", *download_problem(model_id, error))
+            problems.add("MODEL_ID", *download_problem(model_id, error, commit))
         return None
 
 

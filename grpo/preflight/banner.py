@@ -32,6 +32,10 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     if machine.gpus:
         gpu = f"{machine.gpu}, {machine.gpu_free:.1f} of {machine.gpu_total:.1f} GiB free"
     yield "machine", f"{gpu}; {machine.cores} cores ({machine.arch}), {machine.ram_free:.1f} GiB of memory free"
+    if resolved.files and (commit := resolved.files.commit):
+        begun = resolved.state.choices.get("model_commit") == commit
+        reason = "with which the run began" if begun else "the newest; a continuation takes the same"
+        yield "model", f"commit {commit} of {s.MODEL_ID}: {reason}"
     length = f"{s.TOTAL_STEPS} steps"
     if rows:
         yield "data", f"{len(rows)} training rows, {len(resolved.eval_rows)} held-out rows"

@@ -25,7 +25,7 @@ from grpo.preflight import choices
 from grpo.preflight.adapter import check_start_adapter
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, expected_reward_obstacles
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
-from grpo.run.folder import inspect_run
+from grpo.run.folder import inspect_run, recorded_commit
 from grpo.run.layout import existing_parent
 from grpo.run.ranks import Ranks
 from grpo.settings import Problems, Settings, load_settings, nearest_hint, show, unknown_variables
@@ -246,7 +246,8 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     loaded, sources, problems = load_settings(environ)
     settings, sources = choices.choose_demo(loaded, sources)
     ranks = ranks or Ranks()
-    resolved = resolve(settings, read_facts(settings, sources, machine, ranks, problems), problems)
+    commit = ranks.broadcast(recorded_commit(settings))
+    resolved = resolve(settings, read_facts(settings, sources, machine, ranks, problems, commit), problems)
     garbage_warning = check_input(resolved, problems)
     state = resolved.state if ranks.rank else inspect_run(resolved.settings, resolved.rows, problems)
     step, recorded = ranks.broadcast((state.step, state.choices))
@@ -275,6 +276,7 @@ def merge_rank_problems(resolved: ResolvedRun, problems: Problems) -> Problems:
     if resolved.sources["GRADIENT_CHECKPOINTING"] == "chosen":  # By each rank's memory, as its micro-batches are.
         rank_input["GRADIENT_CHECKPOINTING"] = "auto"
     rank_input |= {"GPUs": str(resolved.machine.gpus), "vLLM": "used" if resolved.use_vllm else "not used"}
+    rank_input |= {"commit of MODEL_ID": (resolved.files and resolved.files.commit) or "none"}
     rank_input |= {"rows of DATA and EVAL_DATA": data_fingerprint([*resolved.rows, *resolved.eval_rows])[:8]}
     texts, rank_inputs = zip(*ranks.share((problems, rank_input)), strict=True)
     merged = Problems()
@@ -357,6 +359,7 @@ def run_records(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
         "gradient_checkpointing": [settings.GRADIENT_CHECKPOINTING, reasons["gradient_checkpointing"]],
         "lora_targets": list(target_lines(settings.LORA_TARGETS, config, settings.LORA_R)) if config else None,
         "init_adapter": resolved.adapter.digest,
+        "model_commit": resolved.files.commit if resolved.files else None,
         "heldout": [len(resolved.eval_rows), reasons["heldout"]],
         "plan": dataclasses.asdict(resolved.plan) if resolved.plan else None,
     }

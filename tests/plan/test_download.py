@@ -71,6 +71,29 @@ def test_a_refusal_says_in_one_line_what_to_do(hub, tiny, monkeypatch, repo, tok
     assert bool(fetch()[1]) == ("name" in repo), "with the right token there is none"
 
 
+def test_a_run_stays_with_its_commit(hub, tiny, tmp_path, monkeypatch):
+    """A newer one is not asked for. Where the old one is neither in the cache nor on the Hub, the run is refused."""
+    files = files_of(tiny)
+    hub.add(MODEL, files)
+    commit = find_model(MODEL, Problems()).commit
+    assert commit == hub.repos["models", MODEL].commit and find_model(str(tiny), Problems()).commit is None
+    hub.add(MODEL, files | {"config.json": files["config.json"] + b"\n", PARTS[0]: b"new"})
+    assert find_model(MODEL, Problems()).commit == hub.repos["models", MODEL].commit != commit
+    continued = find_model(MODEL, Problems(), commit)
+    assert continued.commit == commit and (continued.folder / "config.json").read_bytes() == files["config.json"]
+    assert not fetch_weights(MODEL, continued) and (continued.folder / PARTS[0]).read_bytes() == b"one"
+    for folder in ("hub", "elsewhere"):
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / folder))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", folder == "hub")
+        assert find_model(MODEL, problems := Problems(), commit).commit == commit and not problems
+    del hub.commits[commit]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "new"))
+    assert find_model(MODEL, problems := Problems(), commit) is None
+    begun = f"MODEL_ID: the run began with commit {commit} and uses no other, and {MODEL} is not in the cache"
+    assert begun in only(problems)
+    assert problems[0].endswith("A new OUTPUT_DIR begins with the newest commit")
+
+
 def test_misnamed_weights_are_refused_before_they_are_fetched(hub, tiny):
     """As those of a model whose experts were taken apart into linear modules."""
     files = files_of(tiny)

@@ -10,11 +10,14 @@ import shutil
 
 import pytest
 from conftest import ROOT, run_script
+from hub_server import files_in
 from machines import CPU, H100, only, plan_inputs, resolved_run
 
+from grpo.evaluate.adapter import check_model, commit_of_run, load_run_settings
 from grpo.plan.hub import REAL_CONFIG
 from grpo.preflight import checks
 from grpo.preflight.banner import banner
+from grpo.run.folder import prepare_run
 from grpo.settings import Problems, Settings
 
 BF16 = {name: value for name, value in REAL_CONFIG.items() if name != "quantization_config"}
@@ -107,6 +110,27 @@ def test_host_memory_that_the_original_does_not_need_names_it_too():
     inputs = dataclasses.replace(plan_inputs(machine, True), config=BF16)
     checks.check_memory(Settings(EXPERTS="bf16", ROLLOUT_SYNC="merge"), inputs, problems := Problems())
     assert only(problems).endswith("or set MODEL_ID=openai/gpt-oss-20b if this is a BF16 copy of it")
+
+
+def test_a_run_continues_with_the_commit_of_the_hub_that_it_began_with(hub, run, tiny, tmp_path, saved_adapter):
+    """And its adapter is asked on that commit."""
+    name, files = "org/model", files_in(tiny)
+    hub.add(name, files)
+    commit = hub.repos["models", name].commit
+    begun = run(MODEL_ID=name)
+    assert not begun.problems and f"commit {commit} of {name}: the newest" in banner(begun)
+    prepare_run(begun.state, begun.settings, checks.run_records(begun))
+    hub.add(name, files | {"README.md": b"a line was added"})
+    continued = run(MODEL_ID=name)
+    assert not continued.problems and f"commit {commit} of {name}: with which the run began" in banner(continued)
+    assert checks.run_records(continued)["settings.json"]["choices"]["model_commit"] == commit
+    for path in saved_adapter.iterdir():
+        shutil.copyfile(path, tmp_path / "run" / path.name)
+    assert commit_of_run(tmp_path / "run", name) == commit_of_run(tmp_path / "run" / "best", name) == commit
+    settings, problems = load_run_settings(tmp_path / "run")
+    assert check_model(settings, tmp_path / "run", CPU, problems).commit == commit and not problems
+    assert commit_of_run(tmp_path / "run", "org/other") is None and commit_of_run(None, name) is None
+    assert run(MODEL_ID=name, OVERWRITE=1).files.commit == hub.repos["models", name].commit != commit
 
 
 @pytest.mark.parametrize(("capability", "warned"), [(8.0, False), (9.0, False), (10.0, True), (12.0, True)])
