@@ -3,16 +3,20 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
+from ask import parse_args
 from conftest import QUESTION, RENDERED
-from machines import CPU, H100
+from machines import CPU, H100, only
 
-from grpo.evaluate.adapter import load_run_settings
+from grpo.evaluate.adapter import check_model, load_run_settings
+from grpo.evaluate.ask import serve_commands
+from grpo.evaluate.by_hand import choose_engine
 from grpo.evaluate.models import settings_alone, start_model
 from grpo.model.experts import quantized_experts
 from grpo.plan.hub import REAL_CONFIG, find_model
-from grpo.settings import Problems, Settings
+from grpo.settings import InputError, Problems, Settings
 
 BF16 = REAL_CONFIG | {"quantization_config": None}
 
@@ -61,3 +65,19 @@ def test_an_adapter_is_asked_with_the_experts_of_its_run(saved_adapter, tmp_path
         assert bool(list(quantized_experts(model.network))) == is_packed
         answers.append(model.complete([RENDERED.format(QUESTION)] * 2, greedy=True))
     assert answers[0] == answers[1] and len(answers[0][0]) > 1
+
+
+def test_vllm_does_not_answer_for_a_model_that_it_computes_otherwise(tiny, tmp_path, saved_adapter):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((tiny / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-6}))
+    files = find_model(str(folder), Problems())
+    serve = parse_args([str(saved_adapter), "--serve", "--model", str(folder)])
+    with pytest.raises(InputError, match=r"rms_norm_eps is 1e-06 instead of 1e-05\. .* Ask without --serve"):
+        serve_commands(serve)
+    with pytest.raises(InputError, match=r"rms_norm_eps is 1e-06 instead of 1e-05\. .* Set USE_VLLM=0"):
+        choose_engine(Settings(USE_VLLM=True), files, H100)
+    assert choose_engine(Settings(USE_VLLM=False), files, H100)[0] is False
+    (folder / "config.json").write_text(json.dumps(config | {"swiglu_limit": 5.0}))
+    check_model(Settings(MODEL_ID=str(folder)), None, CPU, problems := Problems())
+    assert "swiglu_limit is 5.0 instead of 7.0" in only(problems)
