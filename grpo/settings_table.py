@@ -48,7 +48,8 @@ class Settings:
 
     # fmt: off
     MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", path=True, text=
-        "Hub id, local folder, or `tiny`: a gpt-oss of 0.3M parameters that comes with the project (data/tiny).")
+        "Hub id (a resumed run keeps its commit), local folder, or `tiny`: a gpt-oss of 0.3M parameters that comes "
+        "with the project (data/tiny).")
     ATTN_IMPL: str = setting("Model", "auto", resume=True, text=
         "Attention of the learner: `auto`, `torch_flash` (FlashAttention 2 as torch ships it), `flash_attention_2`, "
         "`flash_attention_3`, `eager`, or a Hub kernel (`kernels-community/...`).")

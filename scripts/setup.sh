@@ -61,6 +61,9 @@ if [ -z "$kind" ]; then
     kind=cpu reason="nvidia-smi finds no GPU"
     [ -z "$gpu" ] || kind=gpu reason="nvidia-smi reports $gpu"
 fi
+if [ -z "$gpu" ] && { [ -e /dev/kfd ] || command -v rocm-smi >/dev/null; }; then
+    warn "AMD GPUs are not supported: training gpt-oss needs an NVIDIA GPU, the CPU set trains MODEL_ID=tiny"
+fi
 requirements=requirements.txt
 [ "$kind" = gpu ] || requirements=requirements-cpu.txt
 say "set: $kind, from $requirements ($reason)"

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN, STRANGER = "hf_insider", "hf_stranger"  # of an account that sees everything, and of one that sees what is public
-API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/[^/]+(?:/(.+))?)?$")
+API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.+))?)?$")
 FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 WRITE = re.compile(r"/api/(?:models/([^/]+/[^/]+)/)?(repos/create|validate-yaml|preupload|commit)\b")
 
@@ -48,6 +48,7 @@ class HubServer:
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}
+        self.commits: dict[str, Repo] = {}  # All that were added, also those that are no longer the newest.
         self.asked: list[tuple[str, str]] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": self}))
         self.server.handle_error = lambda *_: None  # A client that hung up is no error.
@@ -63,7 +64,8 @@ class HubServer:
 
     def add(self, name: str, files: Mapping[str, bytes], kind: str = "models", **access: bool) -> None:
         """A repository `org/name` of kind `models` or `datasets`; `access` is `gated` or `private`."""
-        self.repos[kind, name] = Repo(files, **access)
+        self.repos[kind, name] = repo = Repo(files, **access)
+        self.commits[repo.commit] = repo
 
     def environ(self, home: Path) -> dict[str, str]:
         """Variables with which a process uses this Hub, and a cache of its own in `home`."""
@@ -117,7 +119,9 @@ class Handler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         page, file = API.match(path), FILE.match(path)
         kind, name = (page[1], page[2]) if page else ("datasets" if file and file[1] else "models", file and file[2])
-        repo = self.hub.repos.get((kind, name))
+        repo, revision = self.hub.repos.get((kind, name)), (page and page[4]) or (file and file[3]) or "main"
+        if repo and revision != "main":
+            repo = self.hub.commits.get(revision, repo)
         if token not in ("", TOKEN, STRANGER):
             self.refuse(401, "", "Invalid credentials in Authorization header")
         elif path == "/api/whoami-v2":
@@ -126,8 +130,10 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(404, "RepoNotFound", "Repository not found")
         elif repo is None or (repo.private and token != TOKEN):  # The Hub does not tell whether a private one exists.
             self.refuse(401, "", "Invalid username or password.")
+        elif revision not in ("main", *self.hub.commits):
+            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         elif page and page[3] in ("tree", "paths-info"):
-            folder = f"{page[4]}/" if page[4] else ""
+            folder = f"{page[5]}/" if page[5] else ""
             names = [name for name in posted.get("paths", repo.files) if name in repo.files and name.startswith(folder)]
             sizes = {name: {"size": len(repo.files[name]), "oid": etag(repo.files[name])} for name in names}
             files = [{"type": "file", "path": name} | size for name, size in sizes.items()]

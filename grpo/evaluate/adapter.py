@@ -9,9 +9,11 @@ from pathlib import Path
 
 from grpo.plan.hub import ModelFiles, count_parameters, find_model
 from grpo.plan.machine import GIB, Machine
+from grpo.plan.vllm_model import fixed_faults
 from grpo.preflight.adapter import CONFIG, missing_files
 from grpo.run.best import adapter_fault, read_best
 from grpo.run.durable import file_sha256, read_json
+from grpo.run.folder import model_commit
 from grpo.run.layout import ADAPTER, SETTINGS
 from grpo.settings import Problems, Settings, load_settings, show
 
@@ -20,15 +22,21 @@ RECORDED = (
     "MODEL_ID", "TASK", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA",
     "EVAL_SHARE", "EVAL_SAMPLES", "EVAL_EXACT", "EVAL_PROFILE", "SYSTEM_PROMPT", "DIRECT_ANSWERS",
 )  # fmt: skip
-# These are recorded too, but the environment may replace them, because other rows may need other values.
-REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD")
+# These are recorded too, but the environment may replace them: other rows, or another machine, may need other values.
+REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD", "EXPERTS")
+
+
+def run_folders(adapter: Path | None) -> tuple[Path, ...]:
+    """The folders that may hold the settings.json of the adapter's run: its own and, for best/ and checkpoints, its
+    parent."""
+    return (adapter, adapter.resolve().parent) if adapter else ()
 
 
 def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment, updated from settings.json in the adapter's folder or, for best/ and checkpoints, in its parent:
-    RECORDED settings replace those of the environment, REPLACEABLE ones fill in what it lacks. Without settings.json,
-    MODEL_ID is filled in from adapter_config.json. REWARDS=auto becomes the functions that the run chose."""
-    for path in (adapter, adapter.resolve().parent) if adapter else ():
+    """The environment, updated from the settings.json of the adapter's run: RECORDED settings replace those of the
+    environment, REPLACEABLE ones fill in what it lacks. Without settings.json, MODEL_ID is filled in from
+    adapter_config.json. REWARDS=auto becomes the functions that the run chose."""
+    for path in run_folders(adapter):
         try:
             record = read_json(path / SETTINGS)
             values = dict(record["settings"])
@@ -44,6 +52,14 @@ def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[
         if adapter and (base := read_json(adapter / CONFIG).get("base_model_name_or_path")):
             return {"MODEL_ID": str(base)} | dict(environ)
     return dict(environ)
+
+
+def commit_of_run(adapter: Path | None, model_id: str) -> str | None:
+    """The Hub's commit of `model_id` on which the run of the adapter trained, from the same settings.json."""
+    for path in run_folders(adapter):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return model_commit(read_json(path / SETTINGS), model_id)
+    return None
 
 
 def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Settings, Problems]:
@@ -75,7 +91,9 @@ def check_model(settings: Settings, adapter: Path | None, machine: Machine, prob
     # Without the adapter's files its base model is unknown, and MODEL_ID's default may be another model.
     if adapter and missing_files(adapter):
         return None
-    files = find_model(settings.MODEL_ID, problems)
+    files = find_model(settings.MODEL_ID, problems, commit_of_run(adapter, settings.MODEL_ID))
+    for fault in fixed_faults(files.config) if files else ():
+        problems.add(f"MODEL_ID={settings.MODEL_ID}", fault, "Name another model, or correct config.json")
     if files and not machine.gpus and count_parameters(files.config)["total"] * 2 / GIB > 4:
-        problems.add("--model", f"{settings.MODEL_ID} needs a GPU and none is visible", "Run it where there is one")
+        problems.add("--model", f"{settings.MODEL_ID} needs a GPU, and {machine.no_gpu}", "Run it on an NVIDIA GPU")
     return files

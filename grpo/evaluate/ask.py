@@ -19,6 +19,7 @@ from grpo.evaluate.models import start_model
 from grpo.plan.engine import vllm_rank
 from grpo.plan.hub import ModelFiles
 from grpo.plan.machine import Machine, read_machine
+from grpo.plan.vllm_model import vllm_faults
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.rollout.engine import vllm_modules
 from grpo.run.durable import read_json
@@ -86,6 +87,8 @@ def as_csv(answers: Sequence[dict[str, Any]]) -> str:
 def serve_commands(options: argparse.Namespace) -> str:
     """Two commands: vLLM serves the adapter, and curl sends it the prompt as the run renders it. Raises InputError."""
     s, files, rows = prepare(options)
+    if faults := vllm_faults(files.config, s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN):
+        raise InputError(*(f"MODEL_ID={s.MODEL_ID}: {fault}. Ask without --serve" for fault in faults))
     adapter, path = options.adapter.resolve(), s.MODEL_ID
     if files.folder and (path == "tiny" or Path(path).is_dir()):
         path = str(files.folder.resolve())

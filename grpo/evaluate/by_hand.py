@@ -15,8 +15,9 @@ from grpo.evaluate.adapter import check_model, load_run_settings
 from grpo.evaluate.heldout import HeldoutEvaluation, new_results
 from grpo.evaluate.models import ModelResponder, start_model
 from grpo.evaluate.tables import evaluation_table
-from grpo.plan.hub import count_parameters
+from grpo.plan.hub import ModelFiles, count_parameters
 from grpo.plan.machine import Machine, installed_versions, read_machine
+from grpo.plan.vllm_model import vllm_faults
 from grpo.preflight.choices import choose_exact, choose_exact_loop, choose_rewards, choose_use_vllm
 from grpo.run.durable import check_writable, write_named
 from grpo.settings import InputError, Problems, Settings
@@ -44,9 +45,11 @@ def output_path(options: argparse.Namespace, name: str, problems: Problems) -> P
     return path
 
 
-def choose_engine(s: Settings, machine: Machine) -> tuple[bool, str]:
-    """Whether vLLM generates, and the reason as text for the log."""
+def choose_engine(s: Settings, files: ModelFiles, machine: Machine) -> tuple[bool, str]:
+    """Whether vLLM generates, and the reason as text for the log. Raises InputError if it computes another model."""
     use_vllm, why = choose_use_vllm(s, machine.gpus, installed_versions(["vllm"])["vllm"])
+    if use_vllm and (faults := vllm_faults(files.config, s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN)):
+        raise InputError(*(f"MODEL_ID={s.MODEL_ID}: {fault}. Set USE_VLLM=0" for fault in faults))
     return use_vllm, f"{'vLLM' if use_vllm else 'transformers'}: {why}"
 
 
@@ -79,7 +82,7 @@ def simulate(options: argparse.Namespace) -> tuple[str, Path]:
     plan = simulator.plan_by_hand(options.profile or [], s, files.template if files else "", problems)
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
-    use_vllm, engine = choose_engine(s, machine)
+    use_vllm, engine = choose_engine(s, files, machine)
     parameters = count_parameters(files.config)["total"]
     exact, how = choose_exact(s, use_vllm, parameters, plan.why_sampled)
     exact, how = choose_exact_loop(s, exact, how, parameters)
@@ -114,7 +117,7 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
         check_heldout(specs, s, rows, problems, tokenizer, "held-out rows" if split else "--data", "name other REWARDS")
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
-    use_vllm, engine = choose_engine(s, machine)
+    use_vllm, engine = choose_engine(s, files, machine)
     opened = any(not row.prompt.endswith("<|start|>assistant") for row in rows)
     actions, parameters = all(row.rewards for row in rows), count_parameters(files.config)["total"]
     exact, how = choose_exact(s, use_vllm, parameters, "", opened, actions)

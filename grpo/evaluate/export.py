@@ -9,12 +9,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from grpo.evaluate.adapter import load_run_settings
+from grpo.evaluate.adapter import commit_of_run, load_run_settings
 from grpo.evaluate.publish import copy_small, model_readme
 from grpo.model.checkpoint import expected_tensors, new_directory, write_json, write_tensors
 from grpo.model.experts import dequantize_mxfp4
-from grpo.plan.hub import WEIGHTS_INDEX, ModelFiles, fetch_weights, find_model, has_mxfp4
+from grpo.plan.hub import ModelFiles, fetch_weights, find_model, has_mxfp4
 from grpo.plan.targets import checkpoint_weight
+from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.preflight.adapter import NAME_AN_ADAPTER, read_adapter, tensor_shapes
 from grpo.rollout.weight_sync import update_products, update_share
 from grpo.run.durable import sync_files, write_text
@@ -102,7 +103,7 @@ def write_bf16(merged: Merged, files: ModelFiles, folder: Path) -> None:
 def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, Path]:
     """(settings of the adapter's run, its base model's small files, their folder) by `options`. Raises InputError."""
     s, problems = load_run_settings(options.adapter, MODEL_ID=options.model)
-    files = None if problems else find_model(s.MODEL_ID, problems)
+    files = None if problems else find_model(s.MODEL_ID, problems, commit_of_run(options.adapter, s.MODEL_ID))
     if files is None or files.folder is None or problems:
         raise InputError(*dict.fromkeys(problems))
     return s, files, files.folder

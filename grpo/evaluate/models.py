@@ -23,8 +23,9 @@ from grpo.model.attention import unwrap_peft
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer
 from grpo.plan.engine import plan_engine
-from grpo.plan.hub import ModelFiles, fetch_weights
+from grpo.plan.hub import ModelConfig, ModelFiles, checkpoint_gib, fetch_weights, has_mxfp4
 from grpo.plan.machine import Machine
+from grpo.plan.memory import GPU_SHARE, PlanInputs, generation_gib
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
 from grpo.rollout.decode import shared_prefill
@@ -33,6 +34,7 @@ from grpo.rollout.engine import EngineError, start_engine
 from grpo.run.durable import read_json
 from grpo.settings import InputError, Settings
 
+GENERATION_BATCHES = (64, 32, 16, 8, 4, 2, 1)  # sequences that transformers generates at the same time
 MOST_AT_ONCE = 512  # sequences that vLLM generates at the same time; more wait in its queue
 DIRECT_TOKENS = 16_384  # tokens of one pass that chooses answers; with eager attention it is BATCH_TOKENS
 
@@ -99,8 +101,8 @@ class TransformersModel(EvaluatedModel):
 
     def __init__(self, settings: Settings, files: ModelFiles, adapter: Path | None, attention: str):
         self.settings, self.tokenizer = settings, load_tokenizer(str(files.folder))
-        experts = "bf16" if settings.EXPERTS in ("bf16", None) else "mxfp4"  # `shared` and `paged` need an engine
-        self.network = in_compute_dtype(load_model(str(files.folder), files.config, attention, experts)).eval()
+        network = load_model(str(files.folder), files.config, attention, settings.EXPERTS or "bf16")
+        self.network = in_compute_dtype(network).eval()
         self.stops = stop_tokens(self.network.generation_config.eos_token_id, self.tokenizer)
         if adapter is not None:
             with experts_wrapped(self.network):
@@ -122,7 +124,7 @@ class TransformersModel(EvaluatedModel):
         options = {"do_sample": False, "max_new_tokens": s.MAX_COMPLETION_LEN, "eos_token_id": self.stops}
         if temperature:
             options |= {"do_sample": True, "temperature": temperature, "top_p": s.TOP_P, "top_k": 0}
-        chunk = s.GENERATION_BATCH or 64
+        chunk = s.GENERATION_BATCH or GENERATION_BATCHES[0]
         model: Any = self.policy or self.network  # PeftModel forwards `generate`, but its type does not say so
         with self.adapter_disabled(base), shared_prefill(self.network):
             for start in range(0, len(prompts), chunk):
@@ -156,6 +158,7 @@ class VllmModel(EvaluatedModel):
             STEPS_PER_GENERATION=1,
             NUM_GENERATIONS=1,
             DRAFT_MODEL="",
+            EXPERTS=None,  # No learner shares or pages its weights.
         )
         longest = max(map(len, self.tokenizer(text=list(dict.fromkeys(prompts)))["input_ids"])) + 32
         plan = plan_engine(s, files.config, machine, longest, 0.0)
@@ -188,6 +191,28 @@ class ModelResponder:
         return self.model.probabilities(prompts, actions, greedy, self.base)
 
 
+def settings_alone(settings: Settings, config: ModelConfig, machine: Machine) -> Settings:
+    """`settings` with the EXPERTS and GENERATION_BATCH of a model that transformers holds without vLLM or a trainer:
+    the run's bf16 where that fits, and mxfp4 for all else, as `shared` and `paged` need vLLM. Both compute the same."""
+    wanted = settings.EXPERTS or ("mxfp4" if machine.gpus else "bf16")
+    kinds = ("bf16", "mxfp4") if wanted == "bf16" else ("mxfp4",)
+    if not has_mxfp4(config):
+        kinds = ("bf16",)
+    batches = (settings.GENERATION_BATCH,) if settings.GENERATION_BATCH else GENERATION_BATCHES
+    inputs = PlanInputs(config, machine, settings.MAX_PROMPT_LEN, "eager")
+    choices = [
+        dataclasses.replace(settings, EXPERTS=kind, GENERATION_BATCH=batch) for kind in kinds for batch in batches
+    ]
+    if not machine.gpus:
+        return choices[0]
+    for choice in choices:
+        weights = checkpoint_gib({**config, "quantization_config": None} if choice.EXPERTS == "bf16" else config)
+        generation = generation_gib(choice, inputs, choice.GENERATION_BATCH or 1)
+        if weights + generation <= machine.gpu_free * GPU_SHARE:
+            return choice
+    return choices[-1]  # It takes the least.
+
+
 def start_model(
     settings: Settings,
     files: ModelFiles,
@@ -206,7 +231,7 @@ def start_model(
     if settings.DIRECT_ANSWERS:
         attention, _ = choose_attention(settings.ATTN_IMPL, machine.gpus)
         attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
-    return TransformersModel(settings, files, adapter, attention)
+    return TransformersModel(settings_alone(settings, files.config, machine), files, adapter, attention)
 
 
 def stop_tokens(eos: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from grpo.evaluate.report import facts, reward_verdict, simulator_section
 from grpo.evaluate.run_data import Run, read_json, read_run
 from grpo.evaluate.tables import HEADER, heldout_rows
-from grpo.plan.hub import MODEL_FILES, WEIGHTS_INDEX
+from grpo.plan.hub import MODEL_FILES
+from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.run.archive import base_model_name, loading_code
 from grpo.run.durable import write_text

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, config_dict
-from grpo.plan.hub import TINY_PATH, WEIGHTS_INDEX
+from grpo.plan.hub import TINY_PATH
+from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.run.durable import locked
 from grpo.settings import InputError
 

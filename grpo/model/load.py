@@ -98,6 +98,26 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
     return model.eval().requires_grad_(False)
 
 
+def load_bf16(model_path: str, attention: str, device: str) -> PreTrainedModel:
+    """The model of a checkpoint whose experts are not quantized. Raises ValueError if its tensors do not match the
+    model: transformers warns of missing ones, fills them with random numbers and goes on."""
+    options = {"dtype": torch.bfloat16, "attn_implementation": attention, "device_map": {"": device}}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # Shapes are named below, not in a log.
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, **options)  # Its type knows no loading info.
+    except SafetensorError as error:
+        raise ValueError(f"{model_path}: {error}. Download the model again") from error
+    model, info = loaded
+    faults = [f"missing {name}" for name in sorted(info["missing_keys"])]
+    faults += [f"unexpected {name}" for name in sorted(info["unexpected_keys"])]
+    faults += [f"{name} is {[*own]}, not {[*expected]}" for name, own, expected in sorted(info["mismatched_keys"])]
+    if faults:
+        first = ", ".join(faults[:4]) + (", ..." if len(faults) > 4 else "")
+        raise ValueError(f"{model_path}: its tensors do not match the model ({first}). Download the model again")
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
 def load_generation_config(model_path: str) -> GenerationConfig:
     """The checkpoint's generation_config.json, which holds the stop tokens; without it, one made of config.json."""
     try:
@@ -143,8 +163,7 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
             return model
         dequantize_experts(model)
     else:
-        options = {"dtype": torch.bfloat16, "attn_implementation": name, "device_map": {"": device}}
-        model = AutoModelForCausalLM.from_pretrained(model_path, **options)
+        model = load_bf16(model_path, name, device)
     model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     return model
 

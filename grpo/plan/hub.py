@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the small files of a model in a folder, on the Hub, or in data/tiny, and downloads its weights."""
 
-import contextlib
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.plan.machine import GIB
+from grpo.plan.tensors import WEIGHTS_INDEX, missing_shards, names_fault
 from grpo.run.durable import read_json, type_fault
 from grpo.settings import ROOT, Problems, one_line
 
@@ -51,7 +52,8 @@ REAL_CONFIG: dict[str, Any] = {
     "vocab_size": 201088, "sliding_window": 128, "max_position_embeddings": 131072,
     "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
-WEIGHTS_INDEX = "model.safetensors.index.json"  # It lists the weights to load; `original/` and `metal/` hold copies.
+# (layers, experts) of a checkpoint -> the model with MXFP4 experts that it may be a BF16 copy of.
+ORIGINALS = {(24, 32): REAL_MODEL, (36, 128): "openai/gpt-oss-120b"}
 MODEL_FILES = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.*", WEIGHTS_INDEX,
@@ -66,17 +68,19 @@ class ModelFiles:
     config: ModelConfig
     template: str | None = None
     tokenizer: Path | None = None
+    commit: str | None = None  # The Hub's commit that the files are of.
 
 
-def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
-    """The small files of MODEL_ID, which is a local folder, `tiny` or a Hub id; None after a problem."""
+def find_model(model_id: str, problems: Problems, commit: str | None = None) -> ModelFiles | None:
+    """The small files of MODEL_ID, which is a local folder, `tiny` or a Hub id; None after a problem. `commit` is the
+    Hub's commit that a run began with; without it the newest is taken."""
     local = TINY_PATH if model_id == "tiny" else Path(model_id)
     is_local = bool(model_id) and os.path.isdir(local)  # Path.is_dir may raise for odd names, os.path.isdir never does.
     if not is_local and (model_id.startswith((".", "/", "~")) or model_id.count("/") != 1):
         fix = f"Use {REAL_MODEL}, tiny, or an existing folder"
         problems.add("MODEL_ID", f"{model_id!r} is neither a folder nor a Hub id", fix)
         return None
-    folder = local if is_local else fetch_small_files(model_id, problems)
+    folder = local if is_local else fetch_small_files(model_id, commit, problems)
     if folder is None:
         return ModelFiles(None, REAL_CONFIG) if model_id == REAL_MODEL else None
     try:
@@ -87,11 +91,15 @@ def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
         return None
     for name in missing_shards(folder) if is_local else ():
         problems.add(f"MODEL_ID={model_id}", f"{name} is missing", "Copy the whole checkpoint, weights included")
-    return files
+    if fault := names_fault(folder, files.config, has_mxfp4(files.config)):
+        fix = f"Save it as transformers does (save_pretrained), or set MODEL_ID={REAL_MODEL}"
+        problems.add(f"MODEL_ID={model_id}", fault, fix)
+    return files if is_local else dataclasses.replace(files, commit=folder.name)  # The cache names folders so.
 
 
 def read_model_files(folder: Path) -> ModelFiles:
-    """The small files in `folder`. Raises OSError or ValueError if it holds no gpt-oss with a tokenizer."""
+    """The small files in `folder`. Raises OSError, and ValueError if it holds no gpt-oss with a tokenizer whose weights
+    are in BF16, or in BF16 with MXFP4 experts."""
     if not (folder / "config.json").exists():
         raise ValueError("config.json is missing")
     config, tokenizer, template = read_json(folder / "config.json"), folder / "tokenizer.json", None
@@ -99,6 +107,14 @@ def read_model_files(folder: Path) -> ModelFiles:
         raise ValueError(f"this is a model of type {kind}, and this program trains gpt-oss (type gpt_oss)")
     if missing := [key for key in REAL_CONFIG if key not in config and key != "quantization_config"]:
         raise ValueError(f"config.json lacks {', '.join(missing)}, which every gpt-oss has")
+    quantization = config.get("quantization_config")
+    if quantization is not None and (fault := type_fault(quantization, dict, "quantization_config")):
+        raise ValueError(f"config.json: {fault}")
+    if quantization is not None and not has_mxfp4(config):
+        method = quantization.get("quant_method", "an unnamed method")
+        raise ValueError(
+            f"its weights are quantized by {method}, and this program trains MXFP4 experts or BF16 weights"
+        )
     if not tokenizer.exists():
         raise ValueError("tokenizer.json is missing")
     if (folder / "chat_template.jinja").exists():
@@ -143,16 +159,8 @@ def find_draft(folder: str, config: ModelConfig | None, problems: Problems) -> D
     return DraftModel(shape.get("num_hidden_layers", 1), sum(sizes) / GIB)
 
 
-def missing_shards(folder: Path) -> list[str]:
-    """The weight files that a checkpoint lacks: those in its index, or model.safetensors if it has no index."""
-    shards = {"model.safetensors"}
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        shards = set(read_json(folder / WEIGHTS_INDEX)["weight_map"].values())
-    return sorted(name for name in shards if not (folder / name).is_file())
-
-
-def download_problem(model_id: str, error: BaseException) -> tuple[str, str]:
-    """(fault, fix) for `Problems.add`, after an exception in a download from the Hub."""
+def download_problem(model_id: str, error: BaseException, commit: str | None = None) -> tuple[str, str]:
+    """(fault, fix) for `Problems.add`, after an exception in a download from the Hub. `commit`: as in `find_model`."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, LocalEntryNotFoundError):  # Its cause is the network's error.
@@ -160,18 +168,22 @@ def download_problem(model_id: str, error: BaseException) -> tuple[str, str]:
     fault = f"{model_id} is not in the cache and cannot be fetched ({one_line(str(error), 300)})"
     token = "for a gated or private model accept the licence on its page and run `hf auth login` or set HF_TOKEN"
     network = "look at the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk"
+    if commit:
+        fault = f"the run began with commit {commit} and uses no other, and {fault}"
+        return fault, f"{token.capitalize()}; {network}. A new OUTPUT_DIR begins with the newest commit"
     return fault, f"Check the name; {token}; {network}. Or set MODEL_ID to a local folder or to tiny"
 
 
-def fetch_small_files(model_id: str, problems: Problems) -> Path | None:
-    """The folder with a Hub model's config, tokenizer and template, downloaded or cached; None after a problem."""
+def fetch_small_files(model_id: str, commit: str | None, problems: Problems) -> Path | None:
+    """The folder with a Hub model's config, tokenizer and template, of `commit` or the newest, downloaded or cached;
+    None after a problem."""
     try:
         from huggingface_hub import snapshot_download  # The package may be missing.
 
-        return Path(snapshot_download(model_id, allow_patterns=MODEL_FILES))
+        return Path(snapshot_download(model_id, revision=commit, allow_patterns=MODEL_FILES))
     except Exception as error:  # Offline, no such repository, or no access.
         if getattr(error, "name", "") != "huggingface_hub":  # `check_packages` reports that package.
-            problems.add("MODEL_ID", *download_problem(model_id, error))
+            problems.add("MODEL_ID", *download_problem(model_id, error, commit))
         return None
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from grpo.settings import Problems, Settings, split_commas
 
 GIB = 2**30
+AMD_DEVICE = Path("/dev/kfd")  # Of the driver amdgpu.
 # ATTN_IMPL -> (distribution, how to install it). Without it transformers falls back to a kernel whose backward pass
 # ignores attention sinks (https://github.com/huggingface/transformers/pull/42736); see grpo/model/attention.py.
 FLASH_PACKAGES = {
@@ -40,6 +42,14 @@ class Machine:
     capability: float = 0.0  # CUDA compute capability: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
     ranks: int = 1  # Processes of the run.
     here: int = 1  # Processes of the run on this machine, which share its memory.
+    has_amd: bool = False  # Whether it has an AMD GPU and no visible NVIDIA one.
+
+    @property
+    def no_gpu(self) -> str:
+        """Why there is no GPU to use, as a clause."""
+        if self.has_amd:
+            return "the GPU here is AMD's, which is not supported, and no NVIDIA one is visible"
+        return "no GPU is visible"
 
     @property
     def ram_share(self) -> float:
@@ -72,6 +82,11 @@ def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
     return math.inf
 
 
+def has_amd_gpu() -> bool:
+    """Whether the machine has a GPU that ROCm could use: its driver's device file or its tool is there."""
+    return AMD_DEVICE.exists() or shutil.which("rocm-smi") is not None
+
+
 def read_machine() -> Machine:
     """Read this machine's free memory, its cores, and its visible GPUs with nvidia-smi."""
     ram_free = 0.0
@@ -91,7 +106,7 @@ def read_machine() -> Machine:
         name, total, free, capability = (cell.strip() for cell in lines[0].split(","))
         machine = dataclasses.replace(machine, gpu=name, gpus=len(lines), capability=float(capability))
         machine = dataclasses.replace(machine, gpu_total=int(total) / 1024, gpu_free=int(free) / 1024)
-    return machine
+    return machine if machine.gpus else dataclasses.replace(machine, has_amd=has_amd_gpu())
 
 
 def version_key(version: str) -> tuple[int, ...]:
@@ -117,6 +132,9 @@ def check_packages(settings: Settings, versions: Mapping[str, str | None], probl
     for name, (oldest, untested) in needed.items():
         if (version := versions.get(name)) is None:
             continue
+        if name == "torch" and "+rocm" in version:  # It would take the AMD GPU for a CUDA device.
+            fix = "Run `bash scripts/setup.sh` in a new environment: on an NVIDIA GPU, or with --cpu for MODEL_ID=tiny"
+            problems.add(name, f"version {version} is built for AMD GPUs, which are not supported", fix)
         if not version_key(oldest) <= version_key(version) < version_key(untested) and not settings.ALLOW_UNTESTED:
             fix = "Run `bash scripts/setup.sh` for the tested set, or set ALLOW_UNTESTED=1"
             problems.add(name, f"version {version} is outside the tested range (from {oldest}, below {untested})", fix)

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo.plan.engine import SWIZZLED, SWIZZLED_AT_ONCE, EnginePlan, plan_engine
-from grpo.plan.hub import DraftModel, ModelConfig, count_parameters, expert_elements, has_mxfp4, packed_gib
+from grpo.plan.hub import (
+    ORIGINALS,
+    DraftModel,
+    ModelConfig,
+    count_parameters,
+    expert_elements,
+    has_mxfp4,
+    packed_gib,
+)
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import adapter_parameters, expert_words, target_matrices
 from grpo.settings import Settings, show
@@ -326,8 +334,28 @@ def format_changes(changes: Changes) -> str:
     return " and ".join(f"{name}={show(value)}" for name, value in changes.items())
 
 
+def fitting_original(settings: Settings, inputs: PlanInputs) -> str | None:
+    """The model with MXFP4 experts that fits, if this one has its shape and no packed experts; None otherwise."""
+    config = inputs.config
+    if has_mxfp4(config):
+        return None
+    packed = dataclasses.replace(inputs, config={**config, "quantization_config": {"quant_method": "mxfp4"}})
+    kinds = packed.expert_kinds(settings)
+    fits = any(packed.fits(settings, {"EXPERTS": kind}) for kind in kinds)
+    return ORIGINALS.get((config["num_hidden_layers"], config["num_local_experts"])) if fits else None
+
+
 def memory_advice(settings: Settings, inputs: PlanInputs) -> str:
-    """Advice for a run that does not fit the GPU: every single change that makes it fit, or else all of them."""
+    """Advice for a run that does not fit the GPU: the model that a BF16 checkpoint may be a copy of if that fits, and
+    every single change of the settings that makes it fit, or else all of them."""
+    changes = settings_advice(settings, inputs)
+    if original := fitting_original(settings, inputs):
+        return f"If this is a BF16 copy of it, set MODEL_ID={original}: its MXFP4 experts fit. {changes}"
+    return changes
+
+
+def settings_advice(settings: Settings, inputs: PlanInputs) -> str:
+    """The part of `memory_advice` about settings."""
     trials: list[Changes] = [{"VLLM_GPU_MEM": None}, {"GRADIENT_CHECKPOINTING": True}]
     trials += [{"GENERATION_BATCH": None}, {"MICRO_BATCH": None}]
     if packed := [kind for kind in inputs.expert_kinds(settings) if kind != "bf16"]:

@@ -28,8 +28,14 @@ def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
 def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     """(title, text) of each line below the settings: sizes, and every choice with its reason."""
     s, machine, rows, reasons = resolved.settings, resolved.machine, resolved.rows, resolved.reasons
-    gpu = f"{machine.gpu}, {machine.gpu_free:.1f} of {machine.gpu_total:.1f} GiB free" if machine.gpus else "no GPU"
+    gpu = "no GPU" if not machine.has_amd else "no GPU that can be used (AMD's are not supported)"
+    if machine.gpus:
+        gpu = f"{machine.gpu}, {machine.gpu_free:.1f} of {machine.gpu_total:.1f} GiB free"
     yield "machine", f"{gpu}; {machine.cores} cores ({machine.arch}), {machine.ram_free:.1f} GiB of memory free"
+    if resolved.files and (commit := resolved.files.commit):
+        begun = resolved.state.choices.get("model_commit") == commit
+        reason = "with which the run began" if begun else "the newest; a continuation takes the same"
+        yield "model", f"commit {commit} of {s.MODEL_ID}: {reason}"
     length = f"{s.TOTAL_STEPS} steps"
     if rows:
         yield "data", f"{len(rows)} training rows, {len(resolved.eval_rows)} held-out rows"

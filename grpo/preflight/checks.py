@@ -20,16 +20,19 @@ from grpo.plan.hub import ModelConfig, ModelFiles
 from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
 from grpo.plan.memory import PlanInputs, format_changes, host_shortfall, memory_shortfall, plan_memory
 from grpo.plan.targets import check_targets, expert_words, target_lines
+from grpo.plan.vllm_model import fixed_faults, vllm_faults
 from grpo.preflight import choices
 from grpo.preflight.adapter import check_start_adapter
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, expected_reward_obstacles
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
-from grpo.run.folder import inspect_run
+from grpo.run.folder import inspect_run, recorded_commit
 from grpo.run.layout import existing_parent
 from grpo.run.ranks import Ranks
 from grpo.settings import Problems, Settings, load_settings, nearest_hint, show, unknown_variables
 from grpo.settings_table import TASK_FILES
 from grpo.tasks.figure_text import object_at
+
+BLACKWELL = 10  # The compute capability of the first cards of this generation; those of the last are 12.x.
 
 
 def check_attention(settings: Settings, machine: Machine, problems: Problems) -> None:
@@ -40,7 +43,7 @@ def check_attention(settings: Settings, machine: Machine, problems: Problems) ->
         fix = f"Use one of {', '.join(known)}, or a Hub kernel"
         problems.add("ATTN_IMPL", f"{name!r} is unknown{nearest_hint(name, known)}", fix)
     elif name not in ("auto", "eager") and not machine.gpus:
-        problems.add("ATTN_IMPL", f"{name} needs a GPU and none is visible", "Set ATTN_IMPL=eager (or auto)")
+        problems.add("ATTN_IMPL", f"{name} needs a GPU, and {machine.no_gpu}", "Set ATTN_IMPL=eager (or auto)")
     if 0 < capability < 8:
         fault = f"{machine.gpu} has compute capability {capability:g}, BF16 and FlashAttention need 8.0"
         problems.add("GPU", fault, "Take an A100, L40S, H100, GH200 or a newer card")
@@ -82,7 +85,7 @@ def check_settings(settings: Settings, config: ModelConfig | None, machine: Mach
     if settings.EXPERTS not in ("bf16", None) and config and not hub.has_mxfp4(config):
         problems.add("EXPERTS", f"{settings.MODEL_ID} has no MXFP4 experts", "Set EXPERTS=bf16")
     if settings.USE_VLLM and not machine.gpus:
-        problems.add("USE_VLLM", "vLLM beside the trainer needs a GPU and none is visible", "Set USE_VLLM=0")
+        problems.add("USE_VLLM", f"vLLM beside the trainer needs a GPU, and {machine.no_gpu}", "Set USE_VLLM=0")
     beside_vllm = settings.USE_VLLM is not False and machine.gpus
     if beside_vllm and settings.ROLLOUT_SYNC == "lora" and LORA_RANKS[-1] < settings.LORA_R:
         fault = f"vLLM loads adapters of a rank of at most {LORA_RANKS[-1]}, this is {settings.LORA_R}"
@@ -170,8 +173,10 @@ def check_memory(settings: Settings, inputs: PlanInputs, problems: Problems) -> 
             fault = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
             problems.add(name, fault, memory.memory_advice(settings, inputs))
     elif plan.weights > 4:
-        fault = f"no GPU is visible, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
-        problems.add("MODEL_ID", fault, "Run it where there is a GPU (docs/learner.md: Experts), or try MODEL_ID=tiny")
+        fault = f"{machine.no_gpu}, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
+        problems.add(
+            "MODEL_ID", fault, "Run it where there is an NVIDIA GPU (docs/learner.md: Experts), or try MODEL_ID=tiny"
+        )
     elif plan.peak > machine.ram_share > 0:
         each = f" in each of {machine.here} processes" if fewer else ""
         fault = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
@@ -180,6 +185,8 @@ def check_memory(settings: Settings, inputs: PlanInputs, problems: Problems) -> 
         trials: list[memory.Changes] = [{"EXPERTS": kind} for kind in inputs.expert_kinds(settings)]
         fitting = (trial for trial in [*trials, memory.without_vllm(settings)] if inputs.fits(settings, trial))
         other = next((f", or set {format_changes(trial)}" for trial in fitting), "")
+        if original := memory.fitting_original(settings, inputs):
+            other += f", or set MODEL_ID={original} if this is a BF16 copy of it"
         problems.add("memory", shortfall, f"Free some, or take a machine with more{fewer}{other}")
 
 
@@ -224,13 +231,23 @@ def keep_generation_batch(resolved: ResolvedRun, problems: Problems) -> Resolved
     return resolved
 
 
+def blackwell_warning(machine: Machine, use_vllm: bool) -> str:
+    """The warning for a run on a card that is newer than all on which this program was tried."""
+    text = f"{machine.gpu} has compute capability {machine.capability:g} (Blackwell): nothing was tried on such a card"
+    if use_vllm:
+        text += ", and others saw larger differences between vLLM and trainer there than on an H100"
+        text += " (https://github.com/NVIDIA-NeMo/RL/issues/1774). Watch logp_diff_mean"
+    return text
+
+
 def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> ResolvedRun:
     """The resolved run of the settings in `environ`, with all problems of all ranks that can be found without training.
     Writes nothing. Rank 0, which has locked OUTPUT_DIR, reads it, and tells the others from which step to go on."""
     loaded, sources, problems = load_settings(environ)
     settings, sources = choices.choose_demo(loaded, sources)
     ranks = ranks or Ranks()
-    resolved = resolve(settings, read_facts(settings, sources, machine, ranks, problems), problems)
+    commit = ranks.broadcast(recorded_commit(settings))
+    resolved = resolve(settings, read_facts(settings, sources, machine, ranks, problems, commit), problems)
     garbage_warning = check_input(resolved, problems)
     state = resolved.state if ranks.rank else inspect_run(resolved.settings, resolved.rows, problems)
     step, recorded = ranks.broadcast((state.step, state.choices))
@@ -242,6 +259,8 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
         check_disk(resolved.settings, resolved.files, resolved.plan.adapter, problems)
     _, warnings = unknown_variables(environ)
     warnings += filter(None, [garbage_warning])
+    if resolved.machine.capability >= BLACKWELL:
+        warnings.append(blackwell_warning(resolved.machine, resolved.use_vllm))
     # No Hub kernel is known to handle attention sinks in its backward pass
     # (https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3). For a gpt-oss, transformers loads
     # vllm-flash-attn3 in place of any other kernel with `flash` in its name.
@@ -257,6 +276,7 @@ def merge_rank_problems(resolved: ResolvedRun, problems: Problems) -> Problems:
     if resolved.sources["GRADIENT_CHECKPOINTING"] == "chosen":  # By each rank's memory, as its micro-batches are.
         rank_input["GRADIENT_CHECKPOINTING"] = "auto"
     rank_input |= {"GPUs": str(resolved.machine.gpus), "vLLM": "used" if resolved.use_vllm else "not used"}
+    rank_input |= {"commit of MODEL_ID": (resolved.files and resolved.files.commit) or "none"}
     rank_input |= {"rows of DATA and EVAL_DATA": data_fingerprint([*resolved.rows, *resolved.eval_rows])[:8]}
     texts, rank_inputs = zip(*ranks.share((problems, rank_input)), strict=True)
     merged = Problems()
@@ -279,6 +299,7 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
     check_settings(settings, resolved.config, machine, problems)
     check_experts(settings, resolved.config, machine, use_vllm, problems)
     check_top_p(settings, use_vllm, problems)
+    check_computed_model(resolved, problems)
     if settings.DRAFT_MODEL and not use_vllm:
         fault = f"only vLLM takes a draft, and it does not generate here ({resolved.reasons['use_vllm']})"
         problems.add("DRAFT_MODEL", fault, "Unset it")
@@ -293,6 +314,18 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
         problems.add("EXPECTED_REWARD", fault, "Set EXPECTED_REWARD=auto, or change that")
     check_simulation(resolved, problems)
     return garbage_warning
+
+
+def check_computed_model(resolved: ResolvedRun, problems: Problems) -> None:
+    """Checks that trainer and vLLM compute the model that config.json describes."""
+    config, plan, where = resolved.config, resolved.plan, f"MODEL_ID={resolved.settings.MODEL_ID}"
+    if config is None or plan is None:
+        return
+    for fault in fixed_faults(config):
+        problems.add(where, fault, "Name another model, or correct config.json where it is wrong")
+    longest = plan.prompt_len + resolved.settings.MAX_COMPLETION_LEN
+    for fault in vllm_faults(config, longest) if resolved.use_vllm else ():
+        problems.add(where, fault, "Set USE_VLLM=0 (transformers generates, which takes longer)")
 
 
 def check_simulation(resolved: ResolvedRun, problems: Problems) -> None:
@@ -326,6 +359,7 @@ def run_records(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
         "gradient_checkpointing": [settings.GRADIENT_CHECKPOINTING, reasons["gradient_checkpointing"]],
         "lora_targets": list(target_lines(settings.LORA_TARGETS, config, settings.LORA_R)) if config else None,
         "init_adapter": resolved.adapter.digest,
+        "model_commit": resolved.files.commit if resolved.files else None,
         "heldout": [len(resolved.eval_rows), reasons["heldout"]],
         "plan": dataclasses.asdict(resolved.plan) if resolved.plan else None,
     }

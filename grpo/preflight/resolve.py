@@ -55,10 +55,16 @@ class Facts:
 
 
 def read_facts(
-    settings: Settings, sources: Mapping[str, str], machine: Machine | None, ranks: Ranks, problems: Problems
+    settings: Settings,
+    sources: Mapping[str, str],
+    machine: Machine | None,
+    ranks: Ranks,
+    problems: Problems,
+    commit: str | None = None,
 ) -> Facts:
-    """Reads the model's small files, the rows, the start adapter and the machine; adds their problems to `problems`."""
-    files = hub.find_model(settings.MODEL_ID, problems)
+    """Reads the model's small files, the rows, the start adapter and the machine; adds their problems to `problems`.
+    `commit` is the one of the model with which the run began, if it continues."""
+    files = hub.find_model(settings.MODEL_ID, problems, commit)
     split = read_split(settings, problems)
     facts = Facts(
         sources=sources,

@@ -44,6 +44,22 @@ def complete_steps(folder: Path) -> int:
     return 0
 
 
+def model_commit(record: Record, model_id: str) -> str | None:
+    """The Hub's commit of `model_id` in the contents of a settings.json: None for another model, for one that is no
+    Hub's, and in runs that did not record it yet."""
+    commit = record.get("choices", {}).get("model_commit")
+    return commit if isinstance(commit, str) and record["settings"].get("MODEL_ID") == model_id else None
+
+
+def recorded_commit(settings: Settings) -> str | None:
+    """The Hub's commit of the model with which the run in OUTPUT_DIR began, and with which it has to continue; None if
+    it starts at step 0. `inspect_run` reports what is wrong with the folder."""
+    with contextlib.suppress(OSError, ValueError, KeyError, RuntimeError):
+        if not settings.OVERWRITE:
+            return model_commit(read_sealed(layout.run_folder(settings) / SETTINGS), settings.MODEL_ID)
+    return None
+
+
 def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> RunState:
     """The state of the run in OUTPUT_DIR. Adds a problem for each reason why this run must not go on there."""
     folder, where = layout.run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"

@@ -18,6 +18,7 @@ from grpo.evaluate.export import export
 from grpo.model.checkpoint import expected_tensors, write_tensors
 from grpo.plan.hub import read_json
 from grpo.plan.targets import LINEAR_MODULES, expected_shapes
+from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.run.folder import ADAPTER
 
 RANK, SCALE = 4, 1.5
@@ -152,8 +153,12 @@ def edit(folder: Path, name: str, tensor: torch.Tensor) -> None:
     save_file(load_file(folder / ADAPTER) | {name: tensor}, folder / ADAPTER)
 
 
-def dequantize(config: Path) -> None:
-    config.write_text(json.dumps(read_json(config) | {"quantization_config": None}))
+def dequantize(model: Path) -> None:
+    """Makes a checkpoint's small files those of a BF16 one."""
+    config, index = read_json(model / "config.json"), read_json(model / WEIGHTS_INDEX)
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    shards = {n.removesuffix("_scales"): part for n, part in index["weight_map"].items() if not n.endswith("_blocks")}
+    (model / WEIGHTS_INDEX).write_text(json.dumps(index | {"weight_map": shards}))
 
 
 FIRST, EXPERT = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "x.mlp.experts.lora_A.weight"
@@ -163,7 +168,7 @@ BAD = {
     "not finite": (lambda a, b: edit(a, FIRST, torch.full((4, 64), torch.nan)), "holds NaN or infinity"),
     "a shard is missing": (lambda a, b: next(b.glob("*.safetensors")).unlink(), "Copy the whole checkpoint"),
     "a damaged base": (lambda a, b: next(b.glob("*.safetensors")).write_bytes(b"no"), "no safetensors file"),
-    "not quantized": (lambda a, b: dequantize(b / "config.json"), "Use --to bf16"),
+    "not quantized": (lambda a, b: dequantize(b), "Use --to bf16"),
 }
 
 

@@ -81,6 +81,44 @@ def test_what_is_wrong_with_a_checkpoint_is_named(copy, change, words):
         load_quantized(str(copy), "eager", "cpu")
 
 
+@pytest.fixture
+def bf16_copy(tiny, tmp_path):
+    """A folder with the tiny model in BF16, as transformers saves it."""
+    load(tiny, "bf16").save_pretrained(tmp_path / "bf16")
+    config = read_json(tmp_path / "bf16" / "config.json")
+    assert "quantization_config" not in config
+    return tmp_path / "bf16"
+
+
+def test_a_bf16_copy_is_the_same_model(tiny, bf16_copy):
+    model, expected = load(bf16_copy), load(tiny, "bf16").state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+SINKS, HEAD = "model.layers.1.self_attn.sinks", "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop(SINKS), f"missing {SINKS}\\)"),
+        (lambda tensors: tensors.update(sinks=tensors.pop(SINKS)), f"missing {SINKS}, unexpected sinks\\)"),
+        (lambda tensors: tensors.update({HEAD: tensors[HEAD][:9].clone()}), rf"{HEAD} is \[9, 64\], not \[792, 64\]\)"),
+    ],
+    ids=["missing", "misnamed", "misshapen"],
+)
+def test_what_is_wrong_with_a_bf16_checkpoint_is_named(bf16_copy, change, words):
+    """transformers would warn, and train on random numbers."""
+    tensors = load_file(bf16_copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, bf16_copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"do not match the model \\({words}. Download the model again"):
+        load(bf16_copy)
+    os.truncate(bf16_copy / "model.safetensors", 5000)
+    with pytest.raises(ValueError, match="Download the model again"):
+        load(bf16_copy)
+
+
 def test_a_tokenizer_without_a_stop_token_is_named(copy):
     path = copy / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": None}))

@@ -8,6 +8,7 @@ from machines import only
 
 from grpo.plan.hub import REAL_CONFIG, DraftModel, find_draft, find_model
 from grpo.plan.machine import GIB
+from grpo.plan.tensors import tensor_names
 from grpo.settings import Problems
 
 
@@ -17,12 +18,22 @@ def test_unknown_models(model_id):
     assert "neither a folder nor a Hub id" in only(problems)
 
 
+OTHER_METHODS = ("bitsandbytes", "fp8", "quark", "compressed-tensors", "gptq", "awq")
+
+
+def quantized(value):
+    return json.dumps(REAL_CONFIG | {"quantization_config": value})
+
+
 FOLDERS = [
     ('{"model_type": "qwen2"}', "of type qwen2, and this program trains gpt-oss (type gpt_oss). Set MODEL_ID="),
     ('{"model_type": "gpt_oss"}', "config.json lacks hidden_size"),
     ("{", "config.json cannot be read"),
     (json.dumps(REAL_CONFIG), "tokenizer.json is missing"),
     (None, "config.json is missing"),
+    (quantized([]), "`quantization_config` is not an object"),
+    (quantized({}), "its weights are quantized by an unnamed method, and this program trains MXFP4 experts or BF16"),
+    *((quantized({"quant_method": name}), f"are quantized by {name}, and") for name in OTHER_METHODS),
 ]
 
 
@@ -82,7 +93,8 @@ def test_every_shard_that_the_index_names_is_there(tmp_path):
     (tmp_path / "tokenizer.json").touch()
     find_model(str(tmp_path), problems := Problems())
     assert "model.safetensors is missing" in only(problems)
-    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}}
+    names = tensor_names(REAL_CONFIG, is_mxfp4=True)
+    index = {"weight_map": dict.fromkeys(names, "two.safetensors") | {"lm_head.weight": "one.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "one.safetensors").touch()
     find_model(str(tmp_path), problems := Problems())

@@ -5,6 +5,8 @@ import math
 import types
 
 import psutil
+import pytest
+from conftest import write_commands
 from machines import GOOD_VERSIONS, only, package_problems
 
 from grpo.plan import machine
@@ -19,6 +21,25 @@ def test_the_gpu_that_nvidia_smi_shows(monkeypatch, claimed_gpu):
     assert (gpu.gpu_total, gpu.gpu_free) == (81559 / 1024, 79.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.read_machine().gpus == 0
+
+
+@pytest.mark.parametrize("sign", ["device", "tool"])
+def test_an_amd_gpu_is_called_by_its_name(monkeypatch, tmp_path, sign, claimed_gpu):
+    """Where no NVIDIA GPU is visible, and unless CUDA_VISIBLE_DEVICES asks for the CPU."""
+    monkeypatch.setenv("PATH", str(tmp_path))  # No nvidia-smi.
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "AMD_DEVICE", tmp_path / "kfd")
+    assert not machine.read_machine().has_amd and machine.read_machine().no_gpu == "no GPU is visible"
+    if sign == "device":
+        (tmp_path / "kfd").touch()
+    else:
+        write_commands(tmp_path, {"rocm-smi": "exit 0"})
+    assert machine.read_machine().has_amd and "AMD's, which is not supported" in machine.read_machine().no_gpu
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not machine.read_machine().has_amd
+    for name, value in claimed_gpu.items():
+        monkeypatch.setenv(name, value)
+    assert machine.read_machine().gpus and not machine.read_machine().has_amd
 
 
 def test_a_container_has_the_memory_of_its_limit(tmp_path, monkeypatch):
@@ -43,6 +64,8 @@ def test_packages():
         assert f"{name}: version {version} is outside the tested range (from {limits})" in problem
         assert not package_problems(GOOD_VERSIONS | {name: version}, True, ALLOW_UNTESTED=True)
     assert not package_problems(GOOD_VERSIONS | {"torch": "2.11.0+cu130"})
+    problem = only(package_problems(GOOD_VERSIONS | {"torch": "2.11.0+rocm7.1"}, ALLOW_UNTESTED=True))
+    assert "torch: version 2.11.0+rocm7.1 is built for AMD GPUs, which are not supported. Run `bash scr" in problem
     assert not package_problems(GOOD_VERSIONS | {"vllm": None}), "only where vLLM generates"
     assert not package_problems(machine.installed_versions(machine.TESTED)), "this environment"
 

@@ -12,6 +12,7 @@ from machines import CPU, H100, only, plan_inputs
 from ranked import in_ranks
 from test_checks import memory_problems
 
+from grpo.plan import hub
 from grpo.plan.memory import NCCL_GIB, plan_memory
 from grpo.preflight import checks, resolve
 from grpo.preflight.banner import banner, memory_lines
@@ -95,6 +96,18 @@ def test_all_processes_have_the_same_input(tmp_path, other, message):
     first, second = in_ranks(2, checked, tmp_path, [ON_ANY_MACHINE, ON_ANY_MACHINE | other])
     assert first == second
     assert first == [9, 2] if message is None else only(first).startswith(message)
+
+
+def test_processes_that_see_different_commits_are_a_problem(tmp_path, monkeypatch):
+    """As when the model changes on the Hub between the starts of two machines."""
+    find = hub.find_model
+
+    def checked_there(ranks):
+        monkeypatch.setattr(hub, "find_model", lambda *args: dataclasses.replace(find(*args), commit=str(ranks.rank)))
+        return checked(ranks, tmp_path, [ON_ANY_MACHINE] * 2)
+
+    for problems in in_ranks(2, checked_there):
+        assert only(problems).startswith("commit of MODEL_ID: 0 on rank 0 and 1 on rank 1. Every process")
 
 
 def test_rows_that_differ_under_the_same_name_are_a_problem(tmp_path):

@@ -17,11 +17,15 @@ from ask import parse_args
 from interpreter import cached_source
 from machines import H100
 from stub_vllm import SYNCS
+from transformers import GptOssConfig, modeling_rope_utils
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.evaluate.ask import serve_commands
+from grpo.model.experts import GATE_ALPHA, GATE_LIMIT
 from grpo.plan.engine import LORA_RANKS
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import PlanInputs, plan_memory
+from grpo.plan.vllm_model import FIXED_VALUES, ROPE_READ, VLLM_ROPE, VLLM_VALUES
 from grpo.preflight.choices import VLLM_COLDEST
 from grpo.rollout.engine import Engine, engine_arguments
 from grpo.rollout.vllm_patches import VLLM_SWITCHES
@@ -106,6 +110,54 @@ def test_vllm_has_the_limits_that_preflight_holds(find):
     assert ast.literal_eval(find("sampling_params.py:_MAX_TEMP").value) == VLLM_COLDEST
 
 
+def read_attributes(owner: ast.AST, *names: str) -> set[str]:
+    """The attributes of variables called `names` that some source reads."""
+    nodes = [node for node in ast.walk(owner) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in nodes if ast.unparse(node.value) in names}
+
+
+# Fields of GptOssConfig that change no log-prob: they are for training from scratch, generation and saving.
+WITHOUT_EFFECT = {
+    "initializer_range", "router_aux_loss_coef", "output_router_logits", "use_cache", "pad_token_id", "bos_token_id",
+    "eos_token_id",
+}  # fmt: skip
+
+
+def test_every_field_of_the_config_is_read_by_vllm_or_held_by_the_preflight(find):
+    """A field of transformers' GptOssConfig that vLLM does not read, and one that it begins to read, fail here."""
+    model = find("model_executor/models/gpt_oss.py:GptOssForCausalLM")
+    classes = [find(f"model_executor/models/gpt_oss.py:{name}") for name in ("OAIAttention", "MLPBlock")]
+    classes += [find(f"model_executor/models/gpt_oss.py:{name}") for name in ("TransformerBlock", "GptOssModel")]
+    read = set().union(*(read_attributes(part, "config", "self.config") for part in (*classes, model)))
+    # This is read to leave out the head's weights, and not to tie it.
+    assert not re.search("tie_weights", ast.unparse(model)) and "tie_word_embeddings" in read
+    fields_read = read & set(GptOssConfig.__annotations__) - {"tie_word_embeddings"}
+    held = {*VLLM_VALUES, *FIXED_VALUES, "layer_types"}
+    assert fields_read.isdisjoint(held) and not read & set(FIXED_VALUES)
+    assert set(GptOssConfig.__annotations__) - WITHOUT_EFFECT - fields_read <= held | {"model_type"}
+    default = GptOssConfig(num_hidden_layers=4, num_local_experts=2)
+    assert {name: getattr(default, name) for name in VLLM_VALUES} == VLLM_VALUES
+    assert default.hidden_act == FIXED_VALUES["hidden_act"]
+
+
+def test_every_field_of_the_rotary_embedding_is_read_by_vllm_or_held_by_the_preflight(find):
+    attention = ast.unparse(find("model_executor/models/gpt_oss.py:OAIAttention.__init__"))
+    needed = set(re.findall(r"rope_parameters\['(\w+)'\]", attention))
+    optional = set(re.findall(r"rope_parameters\.get\('(\w+)', True\)", attention))
+    defaults = {"rope_theta", "original_max_position_embeddings"}  # transformers fills these in.
+    assert needed == {*ROPE_READ, *defaults} and optional == {"truncate"}
+    source = inspect.getsource(modeling_rope_utils._compute_yarn_parameters)
+    known = set(re.findall(r"rope_parameters(?:_dict)?(?:\.get\(|\[)\"(\w+)\"", source))
+    assert known == needed | optional | set(VLLM_ROPE) - {"rope_type"}
+
+
+def test_the_learner_computes_the_fixed_values():
+    source = inspect.getsource(GptOssExperts)
+    alpha, limit = (FIXED_VALUES[name] for name in ("swiglu_alpha", "swiglu_limit"))
+    assert f"self.alpha = {alpha}" in source and f"self.limit = {limit}" in source
+    assert (alpha, limit) == (GATE_ALPHA, GATE_LIMIT)
+
+
 def test_vllm_takes_the_commands_that_serve_an_adapter(folder, find, saved_adapter):
     """scripts/ask.py --serve: options, their values, and the fields of the request."""
     serve, curl = serve_commands(parse_args([str(saved_adapter), "--serve"])).replace("\\\n", "").split("\n\n")
@@ -183,15 +235,38 @@ RELIED_ON = {  # excerpts of a definition's source
     f"{CUMEM}:unmap_and_release": ["(allocation_handle:"],
     "distributed/device_communicators/cuda_wrapper.py:CudaRTLibrary.cudaMemcpy": ["(self, dst:", "src:", "count:"],
     # Pushed weights: model.layers.N.attn.qkv_proj.weight, attn.o_proj.weight; with LoRA, base_layer in between.
-    f"{GPT_OSS}:OAIAttention": ["self.qkv_proj = QKVParallelLinear(", "self.o_proj ="],
+    f"{GPT_OSS}:OAIAttention": [
+        "self.qkv_proj = QKVParallelLinear(", "self.o_proj =", "bias=True", "'rope_type': 'yarn'",
+    ],
+    # What vLLM computes whatever config.json says (grpo/plan/vllm_model.py).
+    f"{GPT_OSS}:OAIAttention._build_attention": [
+        "sliding_window = config.sliding_window if self.layer_idx % 2 == 0 else None", "cache_config=cache_config",
+    ],
+    f"{GPT_OSS}:TransformerBlock": [
+        "self.input_layernorm = RMSNorm(config.hidden_size, eps=1e-05)",
+        "self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=1e-05)",
+    ],
+    "transformers_utils/config.py:is_interleaved": ["return len(set(layer_types)) > 1"],
+    "engine/arg_utils.py:EngineArgs.create_engine_config": [
+        "if not is_interleaved(model_config.hf_text_config):", "sliding_window = model_config.get_sliding_window()",
+    ],
+    f"{LAYERS}/attention/attention.py:Attention.__init__": ["sliding_window = cache_config.sliding_window"],
+    f"{LAYERS}/activation.py:SwigluOAIAndMul.__init__": ["alpha: float=1.702, limit: float=7.0"],
+    f"{LAYERS}/quantization/mxfp4.py:GptOssMxfp4MoEMethod": ["gemm1_alpha=1.702", "swiglu_limit=7.0"],
+    f"{LAYERS}/fused_moe/experts/gpt_oss_triton_kernels_moe.py:triton_kernel_fused_experts": [
+        "swiglu_alpha: float=1.702", "swiglu_limit: float=7.0",
+    ],
     "lora/layers/base_linear.py:BaseLinearLayerWithLoRA": ["self.base_layer ="],
     f"{GPT_OSS}:GptOssForCausalLM.packed_modules_mapping": ["{'qkv_proj': ['q_proj', 'k_proj', 'v_proj']}"],
     f"{GPT_OSS}:GptOssForCausalLM.hf_to_vllm_mapper": ["'.self_attn.': '.attn.'"],
     # Lent weights: model.layers.N.mlp.experts.routed_experts.w13_weight and ...quant_method.w13_precision_config;
     # model.embedding.weight and lm_head.weight.
-    f"{GPT_OSS}:GptOssModel": ["self.layers =", "self.embedding = VocabParallelEmbedding("],
+    f"{GPT_OSS}:GptOssModel": [
+        "self.norm = RMSNorm(self.config.hidden_size, eps=1e-05)",
+        "self.layers =", "self.embedding = VocabParallelEmbedding(",
+    ],
     f"{GPT_OSS}:GptOssForCausalLM": ["self.model =", "self.lm_head = ParallelLMHead("],
-    f"{GPT_OSS}:MLPBlock": ["self.experts = FusedMoE("],
+    f"{GPT_OSS}:MLPBlock": ["self.experts = FusedMoE(", "activation='swigluoai'", "renormalize=True"],
     f"{LAYERS}/fused_moe/runner/moe_runner.py:MoERunner": ["self.routed_experts = routed_experts"],
     f"{LAYERS}/quantization/mxfp4.py:GptOssMxfp4MoEMethod._setup_kernel": [
         "layer.w13_weight = w13", "self.w13_precision_config = w13_scale",

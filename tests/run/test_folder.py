@@ -14,7 +14,7 @@ from run_folders import PER_STEP, ROW, inspect, run_dir, write_steps
 
 from grpo.run.checkpoints import retire_checkpoint, rotate_checkpoints
 from grpo.run.durable import read_sealed, sealed
-from grpo.run.folder import prepare_run
+from grpo.run.folder import prepare_run, recorded_commit
 from grpo.run.layout import ADAPTER, COMPLETE, LOGS, MANIFEST
 from grpo.settings import Settings
 
@@ -53,6 +53,22 @@ def test_what_may_not_continue(tmp_path):
     (folder / COMPLETE).write_text("{}")
     assert "complete (4 of 4 steps)" in only(inspect(settings, TOTAL_STEPS=4)[1])
     assert not inspect(settings, TOTAL_STEPS=4, OVERWRITE=True)[1]
+
+
+def test_the_commit_of_its_model(tmp_path):
+    settings, folder = run_dir(tmp_path, MODEL_ID="org/model")
+    record = json.loads((folder / "settings.json").read_text())
+    assert recorded_commit(settings) is None, "a run that began before commits were recorded"
+    for commit, expected in (("a" * 40, "a" * 40), (None, None), (3, None)):
+        (folder / "settings.json").write_text(json.dumps(record | {"choices": {"model_commit": commit}}))
+        assert recorded_commit(settings) == expected
+    (folder / "settings.json").write_text(json.dumps(record | {"choices": {"model_commit": "a" * 40}}))
+    assert recorded_commit(dataclasses.replace(settings, OVERWRITE=True)) is None, "it starts again"
+    assert recorded_commit(dataclasses.replace(settings, MODEL_ID="org/other")) is None, "which is refused"
+    for text in ("", '{"choices": {}}', '{"choices": 3}'):
+        (folder / "settings.json").write_text(text)
+        assert recorded_commit(settings) is None
+    assert recorded_commit(Settings(OUTPUT_DIR=str(tmp_path / "none"))) is None
 
 
 def strip(folder, *steps):
