@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads tables of records from files (CSV, JSON lines, Parquet) and from data sets of the Hub."""
 
+import ast
+import contextlib
 import csv
 import io
 import json
 import os
 import re
+import tokenize
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,21 @@ csv.field_size_limit(2**31 - 1)  # Cells of data and logs may exceed Python's de
 
 class UnreadableFile(Exception):
     """No row of the file can be read; the arguments are those of `Problems.add`."""
+
+
+def read_literal(text: str) -> Cell:
+    """The value that a text holds as JSON, as a Python literal, or as numpy prints a list of objects, without commas
+    between them: so pandas writes to a CSV what it read from Parquet. Raises ValueError."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text)
+    try:
+        tokens = [token.string for token in tokenize.generate_tokens(io.StringIO(text.strip()).readline)]
+        tokens = list(filter(str.strip, tokens))  # Line breaks are tokens too.
+        pairs = zip(["", *tokens], tokens, strict=False)
+        separated = [f", {token}" if (before, token) == ("}", "{") else token for before, token in pairs]
+        return ast.literal_eval(" ".join(separated))
+    except (ValueError, SyntaxError, tokenize.TokenError, TypeError, RecursionError, MemoryError):
+        raise ValueError("it is neither JSON nor a Python literal") from None
 
 
 def read_text(path: Path) -> str:
