@@ -80,25 +80,6 @@ def test_corrections_agree_with_plain_trl(tiny, tmp_path, mode):
     assert apart(gradient, expected) < 1e-4
 
 
-@pytest.mark.parametrize("shared", [{"NUM_ITERATIONS": 2}, {"STEPS_PER_GENERATION": 2}])
-def test_the_ratio_to_the_engine_counts_once_where_steps_share_a_rollout(tiny, tmp_path, shared):
-    """The policy ratio is that to the engine already: the correction only takes out tokens above the limit. TRL
-    multiplies by what its batch holds."""
-    options = {"IS_CORRECTION": "token_mask", "IS_CLIP_MAX": 1.3, "EPSILON": 9.0, "EPSILON_HIGH": 9.0}
-    trainer = plain_float32(make(tiny, tmp_path, **options, **shared))
-    inputs = batch(trainer, sampled=True)
-    policy, sampled = policy_logps(trainer, inputs), inputs["sampling_per_token_logps"]
-    ratio = (policy - sampled).exp().nan_to_num(1.0)
-    assert 0.2 < ((ratio > 1.3) * inputs["completion_mask"]).sum() / 19 < 0.8, "some tokens are above the limit"
-    old = {"old_per_token_logps": torch.where(sampled.isnan(), policy, sampled)}
-    loss, gradient = loss_and_gradients(trainer, inputs | {"old_per_token_logps": sampled}, 2)
-    theirs = {name: value for name, value in inputs.items() if name != "sampling_per_token_logps"} | old
-    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
-    theirs["importance_sampling_ratio"] = (ratio <= 1.3).float()
-    expected_loss, expected = loss_and_gradients(trainer, theirs, plain=True)
-    assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-6) and apart(gradient, expected) < 1e-4
-
-
 def test_micro_batch_is_exact_for_completions_of_full_length(tiny, tmp_path):
     trainer = make(tiny, tmp_path)
     inputs = batch(trainer)
