@@ -241,7 +241,7 @@ def unknown_variables(environ: Mapping[str, str]) -> tuple[Problems, list[str]]:
     if trl_names:
         reasons = "; ".join(f"{', '.join(variables)} ({reason})" for reason, variables in trl_names.items())
         ignored = ",".join(variable for variables in trl_names.values() for variable in variables)
-        warnings.append(f"{TRL_ANSWER}{reasons}. IGNORE_VARS={ignored} if they belong to another program")
+        warnings.append(f"{TRL_ANSWER}{reasons}. IGNORE_VARS={ignored} for those of another program")
     return problems, warnings
 
 

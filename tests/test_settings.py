@@ -149,7 +149,7 @@ def test_trls_arguments_without_a_setting_are_one_warning():
     assert not problems and only(warnings) == (
         "TRL's argument, no setting here: TORCH_COMPILE, TORCH_COMPILE_MODE (kernels, packing and memory are this "
         "program's own (docs/learner.md)); VLLM_MODE (vLLM runs inside this program and sleeps while the model "
-        "learns). IGNORE_VARS=TORCH_COMPILE,TORCH_COMPILE_MODE,VLLM_MODE if they belong to another program"
+        "learns). IGNORE_VARS=TORCH_COMPILE,TORCH_COMPILE_MODE,VLLM_MODE for those of another program"
     )
     assert unknown_variables(environ | {"IGNORE_VARS": ",".join(environ)}) == ([], [])
     done = run_script("--check", MODEL_ID="tiny", TOP_ENTROPY_QUANTILE="0.2", OUTPUT_DIR="runs/none")

@@ -112,6 +112,10 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
     for name, count in Counter(header).items():
         if count > 1:
             problems.add(where, f"column {one_line(repr(name), 200)} stands there twice", "Name every column once")
+    for name in sorted(RESERVED_ARGUMENTS & set(header)):
+        if (renamed := f"csv_{name}") in header:
+            problem = f"reward functions get the column {name} as {renamed}, and there is a column {renamed} too"
+            problems.add(where, problem, "Rename one of the two")
     if not {*PROMPT_COLUMNS, "messages"} & set(header):
         problem = f"there is neither a `prompt` nor a `user` column among {join_names(header)}"
         fix = f"Add one of them (or `question`, or `messages`); {FORMATS_DOC} makes one of other columns"
@@ -181,6 +185,9 @@ def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -
     if not known or not all(isinstance(text, str) for _, text in messages):
         problem = "it is no list of messages with text: system or developer first, then user and assistant"
         fix = 'Write [{"role": "user", "content": "..."}], or the whole prompt as text'
+    elif any(message.get("tool_calls") for message in prompt):
+        problem = "it holds tool calls, which are not rendered"
+        fix = "Write the whole prompt rendered, as text that begins with <|start|>"
     elif roles[-1] != "user" or not messages[-1][1].strip():
         problem = f"it ends with a message of the role {roles[-1]!r}, not with the user's question"
         fix = f'Leave the answer out: data.map(lambda row: {{"prompt": row["{name}"][:-1]}}) ({FORMATS_DOC})'

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,18 +103,27 @@ def table_of(name: str | Path, rows: Sequence[Columns], lines: Sequence[int] = (
     ]
 
 
+def unique_keys(pairs: list[tuple[str, Cell]]) -> Columns:
+    """A JSON object. Raises ValueError for a key that stands there twice, also beside spaces, which names of columns
+    lose: one of the two values would be lost."""
+    keys = Counter(key.strip() for key, _ in pairs)
+    if repeated := [key for key, count in keys.items() if count > 1]:
+        raise ValueError(f"the key {repeated[0]!r} stands there twice in an object")
+    return dict(pairs)
+
+
 def read_json_table(path: Path, problems: Problems) -> Table:
     """The table of JSON lines, one object a line, or of one JSON list of objects. Raises UnreadableFile."""
     text, line = read_text(path), 1
     fix = "Write one JSON object a line, as datasets' to_json does"
     try:
         if text.lstrip().startswith("["):
-            values = [(1, value) for value in json.loads(text)]
+            values = [(1, value) for value in json.loads(text, object_pairs_hook=unique_keys)]
         else:
             values = []
             for line, row in enumerate(text.split("\n"), 1):
                 if row.strip():
-                    values.append((line, json.loads(row)))
+                    values.append((line, json.loads(row, object_pairs_hook=unique_keys)))
     except (ValueError, RecursionError) as error:
         raise UnreadableFile(f"{path}, line {line}", f"it is not JSON ({error})", fix) from None
     for line, value in values:

@@ -196,6 +196,7 @@ FAULTS = [
     ([{"role": ["user"], "content": "Hi"}], "it is no list"),
     ([{"role": "user", "content": " "}], "it ends with a message of the role 'user', not with the user's question"),
     ([], "the prompt is empty"),
+    ([ASKED, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}, ASKED], "it holds tool calls"),
 ]
 
 
