@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from operator import gt, le, lt
 from pathlib import Path
 from typing import Any
 
-from grpo.other_names import ANSWERS, COMMON_WORDS
+from grpo.other_names import ANSWERS, COMMON_WORDS, OTHER_VALUES, PEFT_TARGET, TRL_ANSWER
 from grpo.settings_table import FIELDS, TASKS, Settings, Value
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,6 +108,8 @@ def parse_value(name: str, text: str) -> Value:
         raise ValueError("it holds bytes that are not UTF-8")
     if optional and text.lower() == "auto":
         return None
+    if remedy := OTHER_VALUES.get((name, text.lower())):
+        raise ValueError(f"set {remedy[0]} ({remedy[1]})")
     if kind == "bool":
         if text.lower() not in TRUE + FALSE:
             raise ValueError("expected auto, 1 or 0" if optional else "expected 1 or 0")
@@ -158,6 +161,41 @@ def nearest_setting(variable: str) -> str | None:
     return spellings.get(name) or spellings.get(name.replace("_", "")) or (similar[0] if similar else None)
 
 
+def own_targets(text: str) -> str:
+    """PEFT's names of modules and parameters as words of LORA_TARGETS; empty if one of them cannot be said in these."""
+    words = []
+    for part in split_commas(text):
+        if match := PEFT_TARGET.fullmatch(part):
+            experts = f"{match['layer']}.experts" if match["layer"] else "experts"
+            words.append(match["module"] or experts)
+        elif part == "all-linear":
+            words.append(part)
+        else:
+            return ""
+    return ",".join(dict.fromkeys(words))
+
+
+def fill_in(answer: str, value: str) -> str:
+    """An answer of grpo/other_names.py with the `value` that the user gave, or where the setting that it names would
+    refuse the value, with the reason: what an answer says to set is accepted."""
+    match = re.search(r"([A-Z_]+)=\{\}", answer)
+    if not match:
+        return answer.replace("{}", shlex.quote(value) if value else "...")
+    name, fault = match[1], ""
+    if remedy := OTHER_VALUES.get((name, value.lower())):
+        return f"set {remedy[0]} ({remedy[1]})"
+    if not value:
+        fault = "a value is missing"
+    elif name == "LORA_TARGETS" and not (value := own_targets(value)):
+        fault = "all-linear, q_proj, k_proj, v_proj, o_proj, experts (of all layers), or 7.experts (of layer 7)"
+    else:
+        try:
+            parse_value(name, value)
+        except ValueError as error:
+            fault = str(error)
+    return answer.replace(match[0], f"{name} ({fault})") if fault else answer.replace("{}", shlex.quote(value))
+
+
 def flag_answers(words: Sequence[str]) -> list[str]:
     """An answer to each part of a command line that is not an option: `--num-generations 8: set NUM_GENERATIONS=8`."""
     answers: list[str] = []
@@ -170,27 +208,40 @@ def flag_answers(words: Sequence[str]) -> list[str]:
         else:
             answers.append(f"{word}: settings stand before `python`")
     for flag, *values in flags:
-        name, value = canonical_name(flag), ",".join(values) or "1"
-        setting = nearest_setting(name)
-        answer = ANSWERS.get(name) or (f"set {setting}={{}}" if setting else "no such setting, --help lists them")
-        answers.append(f"{' '.join([flag, *values])}: {answer.replace('{}', shlex.quote(value))}")
+        name, value = canonical_name(flag), ",".join(values)
+        positive = name if name in ANSWERS else name.removeprefix("NO_")
+        setting = positive if positive in FIELDS else nearest_setting(positive)
+        answer = ANSWERS.get(positive) or (f"set {setting}={{}}" if setting else "no such setting, --help lists them")
+        named = answer.removeprefix("set ").removesuffix("={}")
+        if not values and named in FIELDS and str(FIELDS[named].type).startswith("bool"):
+            value = "1" if name == positive else "0"
+        answers.append(f"{' '.join([flag, *values])}: {fill_in(answer, value)}")
     return answers
 
 
 def unknown_variables(environ: Mapping[str, str]) -> tuple[Problems, list[str]]:
-    """Problems of variables that look like settings but are not, and warnings about words that any program exports."""
+    """Problems of variables that look like settings but are not, and warnings about words that any program exports and,
+    in one line, about TRL's arguments that have no setting here."""
     problems, warnings = Problems(), []
+    trl_names: dict[str, list[str]] = {}  # The reason why there is no setting -> variables.
     for variable in sorted(set(environ) - set(FIELDS) - set(split_commas(environ.get("IGNORE_VARS", "")))):
         name, ignore = canonical_name(variable), f"IGNORE_VARS={variable} if it belongs to another program"
         value = environ[variable].strip().encode("utf-8", "backslashreplace").decode()
-        if answer := ANSWERS.get(name):
-            fix = one_line(answer.replace("{}", shlex.quote(value)), 300)
+        answer = ANSWERS.get(name, "")
+        if answer.startswith(TRL_ANSWER) and value:
+            trl_names.setdefault(answer.removeprefix(TRL_ANSWER), []).append(variable)
+        elif answer and not answer.startswith(TRL_ANSWER):
+            fix = one_line(fill_in(answer, value), 300)
             if name in COMMON_WORDS.split():
                 warnings.append(f"{variable} is set but is not a setting: {fix}; or {ignore}")
             else:
                 problems.add(variable, "no such setting", f"{fix[0].upper()}{fix[1:]}; or {ignore}")
         elif setting := nearest_setting(variable):
             problems.add(variable, f"no such setting, the nearest is {setting}", f"Write {setting}, or {ignore}")
+    if trl_names:
+        reasons = "; ".join(f"{', '.join(variables)} ({reason})" for reason, variables in trl_names.items())
+        ignored = ",".join(variable for variables in trl_names.values() for variable in variables)
+        warnings.append(f"{TRL_ANSWER}{reasons}. IGNORE_VARS={ignored} for those of another program")
     return problems, warnings
 
 

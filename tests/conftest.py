@@ -77,6 +77,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in ("run", "evaluate", "learn"))
 
 
+@pytest.fixture(autouse=True)
+def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes out the folders that `load_reward` adds: a module of the next test's folder would hide in theirs."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 @pytest.fixture
 def build(tiny: Path, tmp_path: Path) -> Callable:
     """Builds trainers with a stub of vLLM beside them."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import math
 import re
 
@@ -13,9 +14,12 @@ from conftest import ROOT, run_python, run_script
 from hypothesis import strategies as st
 from machines import only
 
-from grpo.other_names import ADVICE, ANSWERS, COMMON_WORDS, SYNONYMS, UNSUPPORTED
+from grpo.other_names import ADVICE, ANSWERS, COMMON_WORDS, OTHER_VALUES, SYNONYMS, TRL_ONLY, UNSUPPORTED
+from grpo.plan.targets import check_targets
+from grpo.preflight.choices import ATTENTION
 from grpo.settings import (
     FIELDS,
+    Problems,
     Settings,
     flag_answers,
     load_settings,
@@ -100,6 +104,12 @@ def test_near_misses_name_the_setting_and_other_programs_variables_are_left_alon
 ERRORS = [  # variable, value, the remedy
     ("num-epochs", "3", "Set NUM_TRAIN_EPOCHS=3"),
     ("WARMUP_RATIO", "0.1", "Set WARMUP_STEPS to 0.1 x TOTAL_STEPS"),
+    ("DATASET", "days.csv", "Set DATA=days.csv; or"),
+    ("LR", "0", "Set LEARNING_RATE (must be above 0); or"),
+    ("MAX_STEPS", "-1", "Set TOTAL_STEPS (must be at least 1); or"),
+    ("VLLM_GPU_MEMORY_UTILIZATION", "0.99", "Set VLLM_GPU_MEM (must be at most 0.95), or leave it out"),
+    ("EPOCHS", "", "Set NUM_TRAIN_EPOCHS (a value is missing); or"),
+    ("TARGET_MODULES", "up_proj,lm_head", "Set LORA_TARGETS (all-linear, q_proj,"),
     ("RESUME", "never", "was removed, the same command always continues the run, and OVERWRITE=1"),
 ]
 
@@ -119,7 +129,31 @@ def test_words_that_any_program_may_export_are_no_errors():
         assert unknown_variables({variable: "3", "IGNORE_VARS": variable}) == ([], [])
     assert "set TOTAL_STEPS=3; or IGNORE_VARS=STEPS" in only(unknown_variables({"STEPS": "3"})[1])
     assert "set OUTPUT_DIR='runs/my run'; or" in only(unknown_variables({"OUT": "runs/my run"})[1])
-    assert only(unknown_variables({"DATASET": "days\udcff"})[1]).isascii(), "no log can hold it as it is"
+    assert only(unknown_variables({"OUT": "days\udcff"})[1]).isascii(), "no log can hold it as it is"
+
+
+def test_every_argument_of_trl_is_a_setting_or_has_an_answer():
+    """Of the installed TRL's GRPOConfig, with all that it inherits, ModelConfig and ScriptArguments."""
+    trl = pytest.importorskip("trl")
+    classes = (trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments)
+    names = {field.name.upper() for kind in classes for field in dataclasses.fields(kind)} - set(FIELDS)
+    silent = [name for name in names if unknown_variables({name: "1"}) == ([], [])]
+    assert len(names) > 180 and not silent
+    only_trl = {name for group in TRL_ONLY.values() for name in group.split()}
+    assert only_trl <= names, "a name that TRL does not have is no argument of TRL's"
+
+
+def test_trls_arguments_without_a_setting_are_one_warning():
+    environ = {"VLLM_MODE": "server", "TORCH_COMPILE": "1", "TORCH_COMPILE_MODE": "default", "DEBUG": " "}
+    problems, warnings = unknown_variables(environ)
+    assert not problems and only(warnings) == (
+        "TRL's argument, no setting here: TORCH_COMPILE, TORCH_COMPILE_MODE (kernels, packing and memory are this "
+        "program's own (docs/learner.md)); VLLM_MODE (vLLM runs inside this program and sleeps while the model "
+        "learns). IGNORE_VARS=TORCH_COMPILE,TORCH_COMPILE_MODE,VLLM_MODE for those of another program"
+    )
+    assert unknown_variables(environ | {"IGNORE_VARS": ",".join(environ)}) == ([], [])
+    done = run_script("--check", MODEL_ID="tiny", TOP_ENTROPY_QUANTILE="0.2", OUTPUT_DIR="runs/none")
+    assert "TRL's argument, no setting here: TOP_ENTROPY_QUANTILE (the loss is" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
@@ -163,6 +197,21 @@ ANSWERED = [
     ("--num_generations=8", "set NUM_GENERATIONS=8"),
     ("--invalid-penalty -0.5", "set INVALID_REWARD=-0.5"),
     ("--mask-truncated-completions", "set MASK_TRUNCATED=1"),
+    ("--no-mask-truncated-completions", "set MASK_TRUNCATED=0"),
+    ("--no-use-vllm", "set USE_VLLM=0"),
+    ("--vllm-mode server", "TRL's argument, no setting here: vLLM runs inside"),
+    ("--quantization 4bit", "set EXPERTS=mxfp4 for the checkpoint's own 4 bits"),
+    ("--compute-dtype bfloat16", "leave it out: it computes in BF16 on a GPU"),
+    ("--attn-implementation sdpa", "set ATTN_IMPL=auto (sdpa knows no attention sinks)"),
+    ("--attn-implementation flash_attention_2", "set ATTN_IMPL=flash_attention_2"),
+    ("--device-map auto", "leave it out: it runs on the visible GPU"),
+    ("--torch-compile", "TRL's argument, no setting here: kernels, packing and memory are"),
+    ("--metrics-csv a.csv", "leave it out: metrics.csv in OUTPUT_DIR has every step"),
+    ("--generations-csv a.csv", "leave it out: completions.csv in OUTPUT_DIR has every completion"),
+    ("--peft-target-parameters 7.mlp.experts.gate_up_proj", "set LORA_TARGETS=7.experts"),
+    ("--loss-type gspo", "set IMPORTANCE_SAMPLING_LEVEL=sequence (GSPO is that"),
+    ("--seed", "set SEED (a value is missing)"),
+    ("--warmup-ratio", "set WARMUP_STEPS to ... x TOTAL_STEPS"),
     ("--lora-target-modules q_proj v_proj", "set LORA_TARGETS=q_proj,v_proj"),
     ("--lives 9", "no such setting"),
     ("SEED=5", "before `python`"),
@@ -175,11 +224,45 @@ def test_flags_of_other_trainers_are_answered_with_the_setting(typed, answer):
     assert line.startswith(f"{typed.replace('=8', ' 8')}: ") and answer in line
 
 
+TARGETS = [  # PEFT's names, ours
+    ("7.mlp.experts.gate_up_proj 7.mlp.experts.down_proj", "7.experts"),
+    ("model.layers.11.mlp.experts.down_proj", "11.experts"),
+    ("mlp.experts.gate_up_proj,q_proj", "experts,q_proj"),
+    ("down_proj self_attn.k_proj", "experts,k_proj"),
+    ("all-linear", "all-linear"),
+    ("model.layers.3.self_attn.q_proj", ""),  # Not of single layers.
+    ("router", ""),
+]
+
+
+@pytest.mark.parametrize(("typed", "ours"), TARGETS)
+def test_peft_s_names_of_targets_become_those_that_are_accepted(typed, ours):
+    (line,) = flag_answers(["--target-modules", *typed.split()])
+    assert line.endswith(f"set LORA_TARGETS={ours}" if ours else "or 7.experts (of layer 7))")
+    check_targets(ours or "all-linear", None, problems := Problems())
+    assert not problems
+
+
+def test_every_attention_that_transformers_knows_is_accepted_or_answered():
+    functions = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    words = {name for name in functions.valid_keys() if "|" not in name and "/" not in name}
+    answered = {value for setting, value in OTHER_VALUES if setting == "ATTN_IMPL"}
+    assert "sdpa" in words and words <= answered | set(ATTENTION)
+
+
+def test_values_of_other_trainers_are_answered_with_what_is_accepted():
+    for (name, value), (assignment, reason) in OTHER_VALUES.items():
+        problem = only(load_settings({name: value.upper()})[2])
+        assert f"{value.upper()!r} is not accepted, set {assignment} ({reason})" in problem and "nearest" not in problem
+        assert not load_settings(dict([assignment.split("=")]))[2]
+
+
 def test_every_answer_to_a_flag_names_settings_and_values_that_are_accepted():
-    names = [name for table in (SYNONYMS, ADVICE, UNSUPPORTED) for group in table.values() for name in group.split()]
+    tables = (SYNONYMS, ADVICE, UNSUPPORTED, TRL_ONLY)
+    names = [name for table in tables for group in table.values() for name in group.split()]
     assert len(names) == len(set(names)) == len(ANSWERS) and not set(names) & set(FIELDS)
     assert set(SYNONYMS) <= set(FIELDS) and set(COMMON_WORDS.split()) <= set(names)
-    for line in (*ADVICE, *UNSUPPORTED):
+    for line in (*ADVICE, *UNSUPPORTED, *TRL_ONLY):
         for setting, value in re.findall(r"\b([A-Z_]{4,})(?:=([\w.]+))?", line):
             assert setting in FIELDS and not (value and load_settings({setting: value})[2]), line
     done = run_script("TOTAL_STEPS=5", "--check", "--quantization", "4bit", code=2)

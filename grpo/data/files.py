@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads training and held-out rows from users' files. Every problem names file, row, column and line."""
 
-import ast
-import contextlib
 import functools
 import glob
 import hashlib
@@ -15,7 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.data.formats import Cell, Columns, Record, Table, UnreadableFile, is_dataset, read_dataset, reader_of
+from grpo.data.formats import (
+    Cell,
+    Columns,
+    Record,
+    Table,
+    UnreadableFile,
+    is_dataset,
+    read_dataset,
+    read_literal,
+    reader_of,
+)
 from grpo.phases import with_progress
 from grpo.settings import ROOT, Problems, is_text, one_line, path_fault, read_number, split_commas
 from grpo.settings_table import MOST_REWARD
@@ -33,6 +41,8 @@ FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
 MOST_PROBLEMS = 20  # So many problems of a file are listed; further ones are only counted.
 ROW_LOCATION = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
 HARMONY_TOKEN = re.compile(r"<\|(?:start|end|message|channel|return|call|constrain|startoftext|endoftext)\|>")
+# Keys of a message in TRL's form or in ShareGPT's, as text that cannot be parsed holds them.
+MESSAGE_KEYS = [re.compile(rf"""["'](?:{names})\\?["']\s*:""") for names in ("role|from", "content|value")]
 INSTRUCTING = ("system", "developer")  # gpt-oss's template takes these roles only in the first message
 Messages = tuple[tuple[str, str], ...]
 Conversation = list[dict[str, Cell]]  # messages in TRL's form, with `role` and `content`
@@ -102,6 +112,10 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
     for name, count in Counter(header).items():
         if count > 1:
             problems.add(where, f"column {one_line(repr(name), 200)} stands there twice", "Name every column once")
+    for name in sorted(RESERVED_ARGUMENTS & set(header)):
+        if (renamed := f"csv_{name}") in header:
+            problem = f"reward functions get the column {name} as {renamed}, and there is a column {renamed} too"
+            problems.add(where, problem, "Rename one of the two")
     if not {*PROMPT_COLUMNS, "messages"} & set(header):
         problem = f"there is neither a `prompt` nor a `user` column among {join_names(header)}"
         fix = f"Add one of them (or `question`, or `messages`); {FORMATS_DOC} makes one of other columns"
@@ -141,14 +155,22 @@ def read_numbers(where: str, columns: Columns, names: Sequence[str], problems: P
 
 
 def as_conversation(prompt: Cell) -> Cell:
-    """The list of messages that a cell holds as JSON or, as pandas writes it, as a Python literal; else the cell."""
-    if isinstance(prompt, str) and re.match(r"\s*\[\s*\{", prompt):
-        for parse in (json.loads, ast.literal_eval):
-            with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-                messages = parse(prompt.strip())
-                if all("role" in message for message in messages):
-                    return messages
-    return prompt
+    """The messages that a cell holds as text, see `read_literal`; else the cell. Raises ValueError for text that names
+    roles as a list of messages does and cannot be read: as a prompt it would be trained on in this form."""
+    if not isinstance(prompt, str) or not re.match(r"\s*[\[{\"]", prompt):
+        return prompt
+    try:
+        value = read_literal(prompt)
+    except ValueError as error:
+        if re.match(r"\s*\"?\[?\s*\{", prompt) and all(key.search(prompt) for key in MESSAGE_KEYS):
+            raise ValueError(f"it begins as messages do, and {error}") from None
+        return prompt
+    if isinstance(value, str):  # Encoded as JSON twice.
+        inner = as_conversation(value)
+        return prompt if inner is value else inner
+    messages = value if isinstance(value, list) else [value]
+    keys = [message.keys() for message in messages if isinstance(message, dict)]
+    return value if any({"role", "content"} <= names or {"from", "value"} <= names for names in keys) else prompt
 
 
 def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -> Messages:
@@ -163,6 +185,9 @@ def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -
     if not known or not all(isinstance(text, str) for _, text in messages):
         problem = "it is no list of messages with text: system or developer first, then user and assistant"
         fix = 'Write [{"role": "user", "content": "..."}], or the whole prompt as text'
+    elif any(message.get("tool_calls") for message in prompt):
+        problem = "it holds tool calls, which are not rendered"
+        fix = "Write the whole prompt rendered, as text that begins with <|start|>"
     elif roles[-1] != "user" or not messages[-1][1].strip():
         problem = f"it ends with a message of the role {roles[-1]!r}, not with the user's question"
         fix = f'Leave the answer out: data.map(lambda row: {{"prompt": row["{name}"][:-1]}}) ({FORMATS_DOC})'
@@ -172,34 +197,49 @@ def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -
     return ()
 
 
+def prompt_column(where: str, columns: Columns, problems: Problems) -> str:
+    """The column that holds a row's prompt; empty after a problem. With `prompt` the others are any columns, as in TRL;
+    without it two of them are a problem: `user` may be a nickname beside a `question`."""
+    columns = {name: columns[name] for name in (*PROMPT_COLUMNS, "messages") if name in columns}
+    filled = [name for name, cell in columns.items() if cell not in (None, []) and str(cell).strip()]
+    if len(filled) == 1 or "prompt" in filled:
+        return filled[0]
+    if not filled:
+        problems.add(f"{where}, column {next(iter(columns))}", "the prompt is empty", "Fill it in or remove the row")
+    else:
+        fix = "Rename the one that is the prompt to `prompt`, or the others to names of your own"
+        problems.add(where, f"{' and '.join(filled)} may each be the prompt, and a row has one", fix)
+    return ""
+
+
 def read_messages(where: str, columns: Columns, system: str, problems: Problems) -> tuple[Messages, str | Conversation]:
     """The messages of a row, or (("rendered", text),), and the prompt that TRL passes to reward functions; () and ""
     after a problem. `system` is the default system message."""
-    has_prompt = any(name in columns for name in PROMPT_COLUMNS)
-    column = "messages" if "messages" in columns and not has_prompt else "prompt"
-    conversation = as_conversation(columns.get(column))
-    if column == "messages" or not isinstance(conversation, (str, type(None))):
-        messages = read_conversation(where, column, conversation, problems)
-        system = str(columns.get("system") or "").strip() or system
+    if not (column := prompt_column(where, columns, problems)):
+        return (), ""
+    try:
+        prompt = as_conversation(columns[column])
+    except ValueError as error:
+        fix = "Write JSON (json.dumps), save it as JSON lines (to_json), or put words in front if it is meant as text"
+        problems.add(f"{where}, column {column}", str(error), fix)
+        return (), ""
+    own_system = "" if columns.get("system") is None else columns["system"]
+    if column == "messages" or isinstance(prompt, (list, dict)):
+        messages = read_conversation(where, column, prompt, problems)
+        system = str(own_system).strip() or system
         is_added = system and messages and messages[0][0] not in INSTRUCTING
-        return (("system", system), *messages) if is_added else messages, conversation
-    cells = {name: "" if columns.get(name) is None else columns[name] for name in (*PROMPT_COLUMNS, "system")}
-    for name, cell in cells.items():
+        return (("system", system), *messages) if is_added else messages, prompt
+    for name, cell in ((column, prompt), ("system", own_system)):
         if not isinstance(cell, str):
             problems.add(f"{where}, column {name}", f"{cell!r} is not text", "Write it as text")
             return (), ""
-    column = next((name for name in PROMPT_COLUMNS if cells[name].strip()), "")
-    if not column:
-        column = next(name for name in PROMPT_COLUMNS if name in columns)
-        problems.add(f"{where}, column {column}", "the prompt is empty", "Fill it in or remove the row")
-    prompt, own_system = cells[column], cells["system"]
     if column == "prompt" and prompt.strip().startswith("<|start|>"):
         if not re.search(r"<\|start\|>assistant(?:<\|channel\|>[^<]*(?:<\|message\|>)?)?\Z", prompt):
             problem = "a rendered prompt must end where the assistant begins"
             problems.add(f"{where}, column prompt", problem, "End it with <|start|>assistant")
         return (("rendered", prompt),), prompt
     trl_prompt: str | Conversation = prompt
-    if "user" in columns:
+    if column != "prompt" and "user" in columns:  # The rows of a file get one form.
         trl_prompt = [{"role": "system", "content": own_system}] if own_system.strip() else []
         trl_prompt.append({"role": "user", "content": prompt})
     user, system = ("user", prompt.strip()), own_system.strip() or system

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads tables of records from files (CSV, JSON lines, Parquet) and from data sets of the Hub."""
 
+import ast
+import contextlib
 import csv
 import io
 import json
 import os
 import re
+import tokenize
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,21 @@ csv.field_size_limit(2**31 - 1)  # Cells of data and logs may exceed Python's de
 
 class UnreadableFile(Exception):
     """No row of the file can be read; the arguments are those of `Problems.add`."""
+
+
+def read_literal(text: str) -> Cell:
+    """The value that a text holds as JSON, as a Python literal, or as numpy prints a list of objects, without commas
+    between them: so pandas writes to a CSV what it read from Parquet. Raises ValueError."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text)
+    try:
+        tokens = [token.string for token in tokenize.generate_tokens(io.StringIO(text.strip()).readline)]
+        tokens = list(filter(str.strip, tokens))  # Line breaks are tokens too.
+        pairs = zip(["", *tokens], tokens, strict=False)
+        separated = [f", {token}" if (before, token) == ("}", "{") else token for before, token in pairs]
+        return ast.literal_eval(" ".join(separated))
+    except (ValueError, SyntaxError, tokenize.TokenError, TypeError, RecursionError, MemoryError):
+        raise ValueError("it is neither JSON nor a Python literal") from None
 
 
 def read_text(path: Path) -> str:
@@ -84,18 +103,27 @@ def table_of(name: str | Path, rows: Sequence[Columns], lines: Sequence[int] = (
     ]
 
 
+def unique_keys(pairs: list[tuple[str, Cell]]) -> Columns:
+    """A JSON object. Raises ValueError for a key that stands there twice, also beside spaces, which names of columns
+    lose: one of the two values would be lost."""
+    keys = Counter(key.strip() for key, _ in pairs)
+    if repeated := [key for key, count in keys.items() if count > 1]:
+        raise ValueError(f"the key {repeated[0]!r} stands there twice in an object")
+    return dict(pairs)
+
+
 def read_json_table(path: Path, problems: Problems) -> Table:
     """The table of JSON lines, one object a line, or of one JSON list of objects. Raises UnreadableFile."""
     text, line = read_text(path), 1
     fix = "Write one JSON object a line, as datasets' to_json does"
     try:
         if text.lstrip().startswith("["):
-            values = [(1, value) for value in json.loads(text)]
+            values = [(1, value) for value in json.loads(text, object_pairs_hook=unique_keys)]
         else:
             values = []
             for line, row in enumerate(text.split("\n"), 1):
                 if row.strip():
-                    values.append((line, json.loads(row)))
+                    values.append((line, json.loads(row, object_pairs_hook=unique_keys)))
     except (ValueError, RecursionError) as error:
         raise UnreadableFile(f"{path}, line {line}", f"it is not JSON ({error})", fix) from None
     for line, value in values:

@@ -9,17 +9,25 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from grpo.data.files import Messages, Row
+from grpo.data.files import HARMONY_TOKEN, Messages, Row
+from grpo.data.formats import Cell, read_literal
 from grpo.phases import with_progress
-from grpo.settings import Problems, Settings, format_exception
+from grpo.settings import InputError, Problems, Settings, format_exception, nearest_hint, one_line, parse_value
 
 if TYPE_CHECKING:
     import jinja2
 
+# Columns whose cells are arguments of the chat template: name, type, and its name in messages.
+TEMPLATE_COLUMNS: list[tuple[str, type, str]] = [
+    ("reasoning_effort", str, "text"),
+    ("tools", list, "a list of functions as JSON schemas"),
+    ("chat_template_kwargs", dict, "an object"),
+]
 ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
 
 
@@ -56,13 +64,69 @@ def answer_of(row: Row, direct: bool = False) -> str | None:
     return text.removeprefix(opened).removesuffix(ANSWER_AFTER[1:]) + ANSWER_AFTER[1:]
 
 
-def render(template: str, messages: Messages, effort: str, date: str) -> str:
-    """A conversation rendered by a Hugging Face chat template, up to where the assistant begins.
+def render(
+    template: str, messages: Messages, effort: str, date: str, arguments: Mapping[str, Cell] = MappingProxyType({})
+) -> str:
+    """A conversation rendered by a Hugging Face chat template, up to where the assistant begins. `arguments` are a
+    row's own, see `template_arguments`.
 
     It equals what transformers renders, without torch, and has `date` in place of today's, so that it never changes."""
     conversation = [{"role": role, "content": text} for role, text in messages]
     compiled = compile_template(template, date)
-    return compiled.render(messages=conversation, reasoning_effort=effort, add_generation_prompt=True)
+    return compiled.render(
+        {"reasoning_effort": effort, **arguments, "messages": conversation, "add_generation_prompt": True}
+    )
+
+
+def without_none(value: Cell) -> Cell:
+    """An object without its empty keys: Parquet gives every object of a column the keys of all others, with None."""
+    if isinstance(value, dict):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    return [without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def template_arguments(row: Row, template: str) -> dict[str, Cell]:
+    """The arguments that a row has for the chat template, in the columns that TRL's and transformers' users know:
+    `reasoning_effort`, `tools` (functions as JSON schemas) and `chat_template_kwargs` (an object of any arguments).
+    Raises InputError, also for those that the template does not take: they would change nothing."""
+    arguments: dict[str, Cell] = {}
+    for column, kind, form in TEMPLATE_COLUMNS:
+        cell = row.columns.get(column)
+        if isinstance(cell, str):
+            cell = cell.strip()
+        try:
+            value = without_none(read_literal(cell) if cell and isinstance(cell, str) and kind is not str else cell)
+        except ValueError as error:
+            raise InputError(f"column {column}: {error}") from None
+        if value and not isinstance(value, kind):
+            raise InputError(f"column {column}: {one_line(repr(value), 200)} is not {form}")
+        own = value if kind is dict else {column: value}
+        for name, argument in own.items() if value else ():
+            if arguments.setdefault(name, argument) != argument:
+                raise InputError(f"column {column}: the row has another {name} in a second column")
+    unknown = sorted(arguments.keys() - template_variables(template)) if arguments else []
+    if unknown:
+        near = nearest_hint(unknown[0], template_variables(template))
+        raise InputError(f"the model's chat template takes no {', '.join(unknown)}{near}")
+    if tokens := dict.fromkeys(HARMONY_TOKEN.findall(json.dumps(arguments, default=str))):
+        raise InputError(f"an argument of the chat template holds {', '.join(tokens)}, which ends a message")
+    if effort := arguments.get("reasoning_effort"):
+        try:
+            arguments["reasoning_effort"] = parse_value("REASONING_EFFORT", str(effort))
+        except ValueError as error:
+            raise InputError(f"column reasoning_effort: {effort!r} is not accepted, {error}") from None
+    return arguments
+
+
+@functools.cache
+def template_variables(template: str) -> set[str]:
+    """The names of all variables in a chat template, but for those that `render` sets."""
+    # Imported late, as in `compile_template`.
+    from jinja2 import Environment, meta
+    from jinja2.ext import loopcontrols
+
+    names = meta.find_undeclared_variables(Environment(extensions=[loopcontrols]).parse(template))
+    return names - {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 @functools.cache
@@ -104,7 +168,11 @@ def render_rows(
                 problem = f"it has no chat template, and {row.file} holds prompts that are not rendered"
                 return reject(problem, "Add chat_template.jinja to the model, or give rendered prompts")
             try:
-                prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE)
+                arguments = template_arguments(row, template)
+                prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE, arguments)
+            except InputError as error:
+                fix = "Correct it, or rename the column if it is no argument of the template"
+                return reject(str(error), fix, f"{row.file}, row {row.number}")
             except Exception as error:  # a template may raise anything
                 problem = f"its chat template fails on {row.file}, row {row.number} ({format_exception(error)})"
                 return reject(problem, "Download the model again, or write what its template takes")

@@ -4,6 +4,7 @@
 import asyncio
 import copy
 import importlib
+import importlib.util
 import inspect
 import math
 import os
@@ -62,6 +63,7 @@ def load_reward(name: str) -> Callable[..., Any]:
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
+        check_module_file(module.partition(".")[0])
         reward = getattr(importlib.import_module(module), function)
     except KeyboardInterrupt:
         raise
@@ -70,6 +72,15 @@ def load_reward(name: str) -> Callable[..., Any]:
     if not callable(reward):
         raise ValueError(f"{name!r} is no function")
     return reward
+
+
+def check_module_file(module: str) -> None:
+    """Raises ImportError if a module of the current folder is hidden by another one of its name, such as the project's
+    own `rewards`: the function of that other module would be taken."""
+    own = next((path for path in (Path(f"{module}.py"), Path(module, "__init__.py")) if path.is_file()), None)
+    spec = importlib.util.find_spec(module) if own else None
+    if own and spec and not (spec.origin and Path(spec.origin).is_file() and own.samefile(spec.origin)):
+        raise ImportError(f"{own} is hidden by {spec.origin}, which has the same name: rename yours")
 
 
 def error_location(error: BaseException, module: str) -> str:

@@ -56,8 +56,9 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row
 
 def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The columns of every prompt's row with `completion`, special tokens included, and where the row or the run's
-    REWARDS know actions with `action` (None if the answer names none). `options` are those of scripts/ask.py. Raises
-    InputError before the model is loaded."""
+    REWARDS know actions with `action` (None if the answer names none). A column of the file that has one of these names
+    becomes `csv_NAME`, as for reward functions. `options` are those of scripts/ask.py. Raises InputError before the
+    model is loaded."""
     s, files, rows = prepare(options)
     s = dataclasses.replace(s, EVAL_TEMPERATURE=options.temperature)
     model = start_model(s, files, options.adapter, read_machine(), use_vllm=False)
@@ -67,10 +68,12 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
     answers = []
     for row, text in zip(rows, model.tokenizer.batch_decode(ids), strict=True):
         actions = sum(REWARD_COLUMN.fullmatch(name) is not None for name in row.columns)
-        answer: dict[str, Any] = dict(row.columns)
+        answer: dict[str, Any] = {"completion": text}
         if actions or has_actions:
-            answer["action"] = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
-        answers.append(answer | {"completion": text})
+            action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
+            answer = {"action": action, "completion": text}
+        asked = {(f"csv_{name}" if name in answer else name): cell for name, cell in row.columns.items()}
+        answers.append(asked | answer)
     return answers
 
 

@@ -10,6 +10,7 @@ import torch
 
 from grpo.learn.expected_reward import StepRewards
 from grpo.learn.learner import Batch
+from grpo.run.logs import Cell
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class ScoredRollout:
     batch: Batch
     answers: StepRewards | None  # With EXPECTED_REWARD.
     metrics: dict[str, float]  # TRL's figures by TRL's names.
-    rates: dict[str, float | None]  # Columns of metrics.csv.
+    rates: dict[str, Cell]  # Columns of metrics.csv.
 
     def part(self, index: int, parts: int) -> tuple[Batch, StepRewards | None]:
         """The completions of whole prompts that one step learns from: part `index` of `parts` equal ones.

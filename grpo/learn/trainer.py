@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,7 @@ from grpo.run.best import loading_advice, read_best
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
 from grpo.run.durable import write_text
 from grpo.run.layout import BEST
-from grpo.run.logs import EVALUATED, RunLog
+from grpo.run.logs import EVALUATED, LOG_METRIC, METRICS, FunctionLog, RunLog
 from grpo.settings import log
 
 Arguments = ParamSpec("Arguments")
@@ -299,7 +300,9 @@ class Trainer(Learner):
                 return torch.tensor(by_function, device=self.accelerator.device)
             rows = [self.run.rows[x["row"]] for x in inputs]
             decoded = read_completions(self._tokenizer, self.eos_token_ids, rows, completion_ids_list)
-            log_functions = self._log_completion_extra, self._log_metric
+            # TRL's own would put a metric called `reward` among the values of its own, and drops what log_extra gets.
+            logged = FunctionLog(len(decoded))
+            log_functions = logged.log_extra, logged.log_metric
             scores = score(self.reward_funcs, decoded, completion_ids_list, self.columns, self.state, *log_functions)
             per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
             weights = self.reward_weights.to(per_function.device)
@@ -319,7 +322,9 @@ class Trainer(Learner):
             zero_std = 1 - teaches.float().mean().item()
             step, by_function = self.state.global_step + 1, per_function.tolist()
             expected_share = sum(answer.position >= 0 for answer in answers) / len(answers) if answers else None
-            self.run_log.write_completions(step, decoded, totals.tolist(), by_function, zero_std, expected_share)
+            self.run_log.write_completions(
+                step, decoded, totals.tolist(), by_function, zero_std, expected_share, logged
+            )
             if answers and self._step == 0:
                 log.info("%s", expected_text(decoded, answers))
             self.run.ranks.broadcast([by_function, [dataclasses.astuple(answer) for answer in answers]])
@@ -411,8 +416,13 @@ class Trainer(Learner):
             if s.EVAL_STEPS and step % s.EVAL_STEPS == 0 and step < s.TOTAL_STEPS:
                 row |= self.run_on_rank0(self.evaluation_figures) or {}
             # The trackers get these too, except for names with a slash: TRL logs means of reward functions itself.
-            rates = self.run_log.rates if self.run_log else {}
-            logs |= {name: value for name, value in (rates | row).items() if value is not None and "/" not in name}
+            figures = (self.run_log.rates if self.run_log else {}) | row
+            logged: dict[str, float] = json.loads(str(figures.get(LOG_METRIC) or "{}"))
+            taken = {*METRICS, *TRL_FIGURES.values(), *logs, *self._metrics["train"]}
+            logs |= {f"{LOG_METRIC}/{name}" if name in taken else name: value for name, value in logged.items()}
+            logs |= {
+                name: value for name, value in figures.items() if isinstance(value, (int, float)) and "/" not in name
+            }
         super().log(logs, start_time)
         if is_step and self.run_log:
             row |= {column: logs.get(name) for column, name in TRL_FIGURES.items()}

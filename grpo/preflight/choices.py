@@ -50,7 +50,7 @@ def choose_use_vllm(settings: Settings, gpus: int, vllm: str | None) -> tuple[bo
     if settings.MODEL_ID == "tiny":
         return False, "the tiny model is made for CPUs: transformers generates"
     if not vllm:
-        return False, "vLLM IS NOT INSTALLED: transformers generates, 50 times slower (scripts/setup.sh --gpu)"
+        return False, "vLLM IS NOT INSTALLED: transformers generates, at about half the speed (scripts/setup.sh --gpu)"
     return True, "a GPU and vLLM are there"
 
 

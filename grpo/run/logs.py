@@ -5,6 +5,7 @@ import contextlib
 import csv
 import hashlib
 import io
+import json
 import logging
 import math
 import os
@@ -34,12 +35,50 @@ COMPLETIONS: dict[str, list[str]] = COLUMNS["completions.csv"]
 EVALUATED = ("heldout_reward", *TASK_FIGURES)  # These are empty in most steps.
 GENERATED = ("parse_rate", "clipped_ratio", "tokens_mean", "tokens_max")  # These are empty with DIRECT_ANSWERS.
 PROMPT = "prompt"  # The column of completions.csv that LOG_PROMPTS=1 adds: the rendered prompt.
+# With a reward function of the user's own, the last column of metrics.csv and of completions.csv: what it gave to
+# TRL's functions of these names, as a JSON object. A column for each name might be the run's own, and overwrite it.
+LOG_METRIC, LOG_EXTRA = "log_metric", "log_extra"
 Cell = str | float | None  # An int is a float to a type checker.
 
 
 def function_column(name: str) -> str:
     """The column of a reward function in both logs, by the function's name."""
     return f"reward/{name}"
+
+
+class FunctionLog:
+    """What reward functions log about `count` completions by TRL's `log_metric` and `log_extra`."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.values: dict[str, list[float]] = {}
+        self.extra: list[dict[str, object]] = [{} for _ in range(count)]
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Takes a number of the whole step; the mean is logged if there are several of a name, as in TRL."""
+        self.values.setdefault(name, []).append(float(value))
+
+    def log_extra(self, column: str, values: Iterable[object]) -> None:
+        """Takes a value for each completion. Raises ValueError if there are more or fewer."""
+        values = list(values)
+        if len(values) != self.count:
+            raise ValueError(f"log_extra({column!r}) has {len(values)} values for {self.count} completions")
+        for completion, value in zip(self.extra, values, strict=True):
+            completion[column] = value
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of each number that was logged."""
+        return {name: fmean(values) for name, values in self.values.items()}
+
+
+def as_json(logged: Mapping[str, object]) -> str | None:
+    """What was logged as a JSON object, None if nothing was; arrays as lists, other values that JSON lacks as text."""
+
+    def plain(value: object) -> object:
+        return value.tolist() if hasattr(value, "tolist") else str(value)
+
+    return json.dumps(logged, ensure_ascii=False, default=plain) if logged else None
 
 
 class CsvLog:
@@ -181,10 +220,12 @@ class RunLog:
         self.direct, self.total_steps = settings.DIRECT_ANSWERS, settings.TOTAL_STEPS
         self.function_columns = [function_column(name) for name in functions]
         prompt_column = [PROMPT] if settings.LOG_PROMPTS else []
+        is_own = ":" in (settings.REWARDS or "")
+        metric_column, extra_column = ([name] if is_own else [] for name in (LOG_METRIC, LOG_EXTRA))
         metrics, completions = (folder / name for name in LOGS)
-        self.metrics = CsvLog(metrics, [*METRICS, *self.function_columns])
-        self.completions = CsvLog(completions, [*COMPLETIONS, *prompt_column, *self.function_columns])
-        self.rates: dict[str, float | None] = {}  # Column -> figure of the last completions.
+        self.metrics = CsvLog(metrics, [*METRICS, *self.function_columns, *metric_column])
+        self.completions = CsvLog(completions, [*COMPLETIONS, *prompt_column, *self.function_columns, *extra_column])
+        self.rates: dict[str, Cell] = {}  # Column -> figure of the last completions.
         with metrics.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.pace = Pace(self.total_steps, settings.EVAL_STEPS, rows, settings.steps_per_rollout)
@@ -199,10 +240,13 @@ class RunLog:
         scores: Sequence[Sequence[float]],
         zero_std_fraction: float,
         expected_share: float | None = None,
+        logged: FunctionLog | None = None,
     ) -> None:
         """Writes a step's N completions with their weighted rewards in `totals` (N,) and the `scores` of the F reward
         functions (N, F), and keeps their rates for `write_step`. `zero_std_fraction`: share of groups that teach
-        nothing; `expected_share`: that of completions with an expected reward, None without EXPECTED_REWARD."""
+        nothing; `expected_share`: that of completions with an expected reward, None without EXPECTED_REWARD;
+        `logged`: what the functions logged about these completions."""
+        logged = logged or FunctionLog(len(completions))
         self.completions.write(
             {
                 "step": step,
@@ -214,12 +258,13 @@ class RunLog:
                 "tokens": None if self.direct else completion.tokens,
                 "truncated": None if self.direct else int(completion.truncated),
                 PROMPT: completion.row.prompt,
+                LOG_EXTRA: as_json(extra),
                 **{name: f"{score:.6g}" for name, score in zip(self.function_columns, by_function, strict=True)},
             }
-            for completion, total, by_function in zip(completions, totals, scores, strict=True)
+            for completion, total, by_function, extra in zip(completions, totals, scores, logged.extra, strict=True)
         )
         shares = {"zero_std_fraction": zero_std_fraction, "expected_share": expected_share}
-        self.rates = {**completion_rates(completions), **shares}
+        self.rates = {**completion_rates(completions), **shares, LOG_METRIC: as_json(logged.metrics)}
         if self.direct:
             self.rates |= dict.fromkeys(GENERATED)
         for name, values in zip(self.function_columns, zip(*scores, strict=True), strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import rewards
 from grpo.data.files import Row, label
 from grpo.data.heldout import read_split
-from grpo.data.prompts import answer_of
+from grpo.data.prompts import TEMPLATE_COLUMNS, answer_of
 from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.plan.hub import REAL_MODEL, has_mxfp4
 from grpo.preflight.choices import choose_demo, choose_rewards
@@ -41,6 +41,10 @@ def as_messages(rows: Sequence[Row], problems: Problems) -> list[Row]:
     rendered = {row.file: row for row in reversed(rows) if row.messages[0][0] == "rendered"}  # The first of each file.
     for file in sorted(rendered):
         problems.add(f"{file}, row {rendered[file].number}", reason, fix)
+    for column in (name for name, _, _ in TEMPLATE_COLUMNS):
+        if row := next((row for row in rows if row.columns.get(column)), None):
+            reason, fix = "verl renders all prompts with the same arguments", "Rename it, and give verl's own option"
+            problems.add(f"{row.file}, row {row.number}, column {column}", reason, fix)
     return [dataclasses.replace(row, prompt=row.messages[-1][1]) for row in rows]
 
 

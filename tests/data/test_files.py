@@ -6,8 +6,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
+import trl
 from conftest import RENDERED, write_csv
 from machines import only
 from test_formats import load
@@ -37,13 +40,74 @@ ANSWERED = [*TALK, {"role": "assistant", "content": "yes"}]
 MESSAGES = (("system", "s"), ("user", "it's 7"))
 
 
-@pytest.mark.parametrize("write", [json.dumps, repr])
+def as_numpy(talk):
+    """As pandas writes what it read from Parquet: no comma between objects, each on a line of its own."""
+    return str(np.array(talk, dtype=object))
+
+
+@pytest.mark.parametrize("write", [json.dumps, repr, as_numpy, lambda talk: json.dumps(json.dumps(talk))])
 def test_messages_may_be_text(tmp_path, write):
     """As pandas writes a data set of conversations to a CSV, and who encodes JSON twice to JSON lines."""
     header = ["prompt", "system", "reward_action_0", "reward_action_1"]
     rows, problems = load_table(tmp_path / "d.csv", header, [write(TALK), "", 1, 2], ["[{in braces}]", "", 1, 2])
     assert not problems and rows[0].messages == MESSAGES and rows[0].trl_prompt == TALK
     assert rows[1].messages == (("user", "[{in braces}]"),) and rows[1].trl_prompt == "[{in braces}]"
+
+
+UNREADABLE = [  # text of a cell, part of the problem, and why it can be no prompt
+    (f"{TALK}".replace("}, {", "}; {"), "it begins as messages do, and it is neither JSON nor", "another separator"),
+    (json.dumps(TALK)[:-9], "it begins as messages do, and it is neither JSON nor", "cut off"),
+    (json.dumps(json.dumps(TALK)[:-9]), "it begins as messages do", "cut off, then encoded again"),
+    (repr([{"from": "human", "value": "7?"}]), "it is no list of messages with text", "ShareGPT's form"),
+    (repr(TALK[1]), "it is no list of messages with text", "a single message"),
+    (repr([TALK[1], {"text": "x"}]), "it is no list of messages with text", "one message without a role"),
+]
+
+
+@pytest.mark.parametrize(("text", "words", "reason"), UNREADABLE)
+@pytest.mark.parametrize("column", ["prompt", "question", "user"])
+def test_messages_that_cannot_be_read_are_no_prompt(tmp_path, column, text, words, reason):
+    problem = only(load_json(tmp_path / "d.jsonl", **{column: text})[1])
+    assert f"row 1 (line 1), column {column}: {words}" in problem, reason
+
+
+TEXTS = [
+    '{"load": 7}: what now?',
+    '{"role": "chiller", "load": 7}',
+    '"Go."',
+    "[1, 2",
+    '[{"load": 7}]',
+    "{'content': 1}",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_in_brackets_stays_text(tmp_path, text):
+    rows, problems = load_json(tmp_path / "d.jsonl", prompt=text)
+    assert not problems and rows[0].messages == (("user", text),) and rows[0].trl_prompt == text
+
+
+PROMPTS_OF_ONE_ROW = [  # columns, the column that is the prompt, or None if that cannot be told
+    ({"user": "max", "question": "7?"}, None),
+    ({"user": "max", "messages": TALK}, None),
+    ({"question": "7?", "messages": TALK}, None),
+    ({"user": 12, "question": "7?"}, None),
+    ({"user": "", "question": "7?"}, "question"),
+    ({"user": "7?", "question": None, "messages": []}, "user"),
+    ({"user": "max", "question": "raw", "prompt": "7?"}, "prompt"),
+    ({"user": 12, "prompt": "7?"}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("columns", "column"), PROMPTS_OF_ONE_ROW)
+def test_no_column_is_taken_for_the_prompt_in_place_of_another(tmp_path, columns, column):
+    """`user` may be a nickname, and `question` what the prompt was made of."""
+    rows, problems = load_json(tmp_path / "d.jsonl", **columns)
+    if column:
+        assert not problems and rows[0].messages == (("user", "7?"),)
+        assert (rows[0].trl_prompt == "7?") == (column == "prompt" or "user" not in columns)
+    else:
+        assert f"{' and '.join(columns)} may each be the prompt" in only(problems)
 
 
 def test_a_byte_order_mark_windows_line_ends_and_any_order_of_columns_are_fine(tmp_path):
@@ -131,7 +195,8 @@ FAULTS = [
     ([{"role": "user", "content": [{"type": "text"}]}], "it is no list"),
     ([{"role": ["user"], "content": "Hi"}], "it is no list"),
     ([{"role": "user", "content": " "}], "it ends with a message of the role 'user', not with the user's question"),
-    ([], "it is no list"),
+    ([], "the prompt is empty"),
+    ([ASKED, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}, ASKED], "it holds tool calls"),
 ]
 
 
@@ -198,6 +263,75 @@ def test_rendering_is_transformers_own(tiny):
         theirs = tokenizer.apply_chat_template(conversation, chat_template=template, **options)
         assert render(template, messages, "high", "2025-11-06") == theirs
         assert "2025-11-06" in theirs and "high" in theirs
+
+
+GPT_OSS = (Path(trl.__file__).parent / "chat_templates/gptoss.jinja").read_text(encoding="utf-8")
+CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "Where <it> is"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": CITY}}
+FILLED = {**TOOL, "function": {**TOOL["function"], "strict": None, "parameters": {**CITY, "required": None}}}
+OWN = [  # columns of a row, and the arguments of the template that they are
+    ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+    ({"reasoning_effort": " HIGH ", "tools": " "}, {"reasoning_effort": "high"}),
+    ({"tools": [TOOL]}, {"tools": [TOOL]}),
+    ({"tools": json.dumps([TOOL])}, {"tools": [TOOL]}),
+    ({"tools": as_numpy([TOOL, TOOL])}, {"tools": [TOOL, TOOL]}),
+    ({"tools": [FILLED]}, {"tools": [TOOL]}),
+    (
+        {"chat_template_kwargs": {"model_identity": "A plant.", "reasoning_effort": None}},
+        {"model_identity": "A plant."},
+    ),
+    (
+        {"chat_template_kwargs": '{"reasoning_effort": "high"}', "reasoning_effort": "high"},
+        {"reasoning_effort": "high"},
+    ),
+    ({"reasoning_effort": None, "tools": [], "chat_template_kwargs": ""}, {}),
+]
+
+
+def render_one(tiny, columns, template=GPT_OSS):
+    row = Row("d.csv", 3, MESSAGES, (), columns)
+    rows, _ = render_rows(Settings(REASONING_EFFORT="low"), [row], template, tiny / "tokenizer.json", p := Problems())
+    return rows[0].prompt, p
+
+
+@pytest.mark.parametrize(("columns", "arguments"), OWN)
+def test_a_row_may_have_arguments_of_the_template(tiny, columns, arguments):
+    """gpt-oss's own template, rendered by transformers with them."""
+    options = {"tokenize": False, "add_generation_prompt": True, "reasoning_effort": "low"} | arguments
+    options["strftime_now"] = datetime.datetime(2025, 11, 6).strftime
+    theirs = AutoTokenizer.from_pretrained(tiny).apply_chat_template(TALK, chat_template=GPT_OSS, **options)
+    ours, problems = render_one(tiny, columns)
+    assert not problems and ours == theirs
+    assert (ours == render_one(tiny, {})[0]) == (not arguments), "each of them changes the prompt"
+
+
+MISTAKEN = [  # columns of a row, part of the problem
+    ({"reasoning_effort": "hard"}, "reasoning_effort: 'hard' is not accepted, expected one of low, medium, high"),
+    ({"reasoning_effort": 3}, "column reasoning_effort: 3 is not text"),
+    ({"chat_template_kwargs": {"reasoning_effort": "max"}}, "reasoning_effort: 'max' is not accepted"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "the model's chat template takes no enable_thinking"),
+    ({"chat_template_kwargs": {"model_identiy": "x"}}, "takes no model_identiy; the nearest is model_identity"),
+    ({"chat_template_kwargs": {"messages": []}}, "takes no messages"),
+    ({"chat_template_kwargs": "high"}, "column chat_template_kwargs: it is neither JSON nor"),
+    ({"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}, "has another reasoning_effort"),
+    ({"tools": "a hammer"}, "column tools: it is neither JSON nor"),
+    ({"tools": TOOL}, "is not a list of functions as JSON schemas"),
+    ({"tools": [{**TOOL, "function": {**TOOL["function"], "description": "<|end|>"}}]}, "holds <|end|>, which ends"),
+    ({"tools": ["weather"]}, "its chat template fails on d.csv, row 3"),
+]
+
+
+@pytest.mark.parametrize(("columns", "words"), MISTAKEN)
+def test_an_argument_that_would_change_nothing_is_refused(tiny, columns, words):
+    assert words in only(render_one(tiny, columns)[1])
+
+
+def test_a_template_without_tools_takes_none_and_a_broken_one_is_named(tiny):
+    plain = (tiny / "chat_template.jinja").read_text(encoding="utf-8")
+    assert "d.csv, row 3: the model's chat template takes no tools" in only(
+        render_one(tiny, {"tools": [TOOL]}, plain)[1]
+    )
+    assert "its chat template fails" in only(render_one(tiny, {"tools": [TOOL]}, "{{")[1])
 
 
 def test_many_rows_are_rendered_and_counted_as_few(tiny, monkeypatch):

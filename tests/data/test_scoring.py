@@ -12,7 +12,7 @@ import pytest
 from grpo.data import scoring
 from grpo.data.files import Row
 from grpo.data.scoring import initial_trainer_state, load_rewards, read_completion, reward_callable, score
-from grpo.settings import Settings
+from grpo.settings import ROOT, Settings
 
 RESULTS = [
     ("[1, None, 0.5]", None),
@@ -75,10 +75,39 @@ CHAT = dataclasses.replace(TEXT, trl_prompt=[{"role": "user", "content": "2 + 2?
 @pytest.mark.parametrize("row", [TEXT, CHAT])
 def test_a_first_argument_of_another_name_gets_whole_turns(row, tmp_path, monkeypatch):
     """By position; test_wiring.py shows that all other functions are called as TRL calls them."""
+    monkeypatch.delitem(sys.modules, "my_turns", raising=False)  # of the other case, whose folder was another
     code = "return [float(x.startswith('<|start|>assistant')) for x in texts]"
     (tmp_path / "my_turns.py").write_text(f"def turns(texts, *, prompts, **columns): {code}")
     monkeypatch.chdir(tmp_path)
     assert scores("my_turns:turns", row, ["so 4", "boxed{4}"]) == [1.0, 1.0]
+
+
+HIDDEN = [  # the user's own file, what REWARDS name, and what hides it
+    ("rewards.py", "rewards:regret", "the project's own module"),
+    ("rewards.py", "rewards:mine", "which has no such function"),
+    ("rewards/__init__.py", "rewards:regret", "a package"),
+    ("own_folder/mine.py", "own_folder.mine:regret", None),
+    ("json.py", "json:loads", "the standard library's"),
+    ("grpo/__init__.py", "grpo.mine:regret", "a module inside of a hidden package"),
+    ("numpy.py", "numpy:mean", "a library's"),
+]
+
+
+@pytest.mark.parametrize(("file", "name", "hidden_by"), HIDDEN)
+def test_a_module_of_ones_own_is_not_taken_for_another_of_its_name(file, name, hidden_by, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("def regret(completions, **columns):\n    return [7.0] * len(completions)\n")
+    if hidden_by:
+        with pytest.raises(ValueError, match=rf"{file} is hidden by /.*, which has the same name: rename yours"):
+            scoring.load_reward(name)
+    else:
+        assert scores(name, TEXT, ["x"]) == [7.0], "a folder without __init__.py hides nothing and is not hidden"
+
+
+def test_the_projects_own_rewards_may_be_named_in_its_folder(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert scoring.load_reward("rewards:regret") is scoring.load_reward("regret")
 
 
 SOLVED = dataclasses.replace(CHAT, columns={"solution": "$4$"})

@@ -110,7 +110,21 @@ def test_messages_are_written_so_that_they_can_be_read(adapter, tmp_path, capsys
     (row,) = answers_of(capsys, adapter, questions)
     assert row["prompt"] == str(talk) and row["half"] == "\\ud800"
     again = write_csv(questions.with_suffix(".csv"), row, [row.values()])
-    assert answers_of(capsys, adapter, again) == [row], "what was answered may be asked again"
+    asked = {("csv_" if name in ("action", "completion") else "") + name: cell for name, cell in row.items()}
+    answered = answers_of(capsys, adapter, again)
+    assert answered == [asked | {"action": row["action"], "completion": row["completion"]}], "asked once more"
+
+
+def test_columns_of_the_file_are_not_overwritten(adapter, tmp_path, capsys):
+    """An `action` of the file keeps its name where the answers have none."""
+    header = ["prompt", "completion", "action"]
+    questions = write_csv(tmp_path / "asked.csv", header, [[QUESTION, "mine", "7"]])
+    (row,) = answers_of(capsys, adapter, questions)
+    assert (row["csv_completion"], row["csv_action"]) == ("mine", "7") and "mine" not in row["completion"]
+    record = {"settings": {"MODEL_ID": "tiny", "MAX_COMPLETION_LEN": 8, "REWARDS": "mine:score"}}
+    (adapter / "settings.json").write_text(json.dumps(record))
+    (row,) = answers_of(capsys, adapter, questions)
+    assert list(row) == ["prompt", "csv_completion", "action", "completion"] and row["action"] == "7"
 
 
 def test_lengths_come_from_the_environment_where_they_are_set(adapter, capsys, monkeypatch):

@@ -26,14 +26,15 @@ pytestmark = pytest.mark.numeric
 SHARED = {"STEPS_PER_GENERATION": 2, "NUM_ITERATIONS": 2}
 
 
+@pytest.mark.parametrize("sharing", [SHARED, {"NUM_ITERATIONS": 2}, {"STEPS_PER_GENERATION": 2}])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
-def test_the_engines_ratio_counts_once(tiny, tmp_path, mode):
+def test_the_engines_ratio_counts_once(tiny, tmp_path, mode, sharing):
     """As long as nothing is clipped, a step that shares its rollout has the gradient of one that does not, whose weight
     is the corrected ratio: the policy ratio already is that ratio, and only its excess is taken away. The limit is
     exceeded by some tokens, and one token's log-prob is unknown."""
     changes = {"IS_CORRECTION": mode, "IS_CLIP_MAX": 1.3, "EPSILON": 0.99, "EPSILON_HIGH": 99.0}
     gradients = []
-    for name, shared in (("alone", {}), ("shared", SHARED)):
+    for name, shared in (("alone", {}), ("shared", sharing)):
         (tmp_path / name).mkdir()
         trainer = plain_float32(make(tiny, tmp_path / name, **changes | shared))
         inputs = batch(trainer, sampled=True)
@@ -60,10 +61,9 @@ def test_a_sequence_above_the_limit_counts_less(tiny, tmp_path, mode):
     assert apart(gradient, loss_and_gradients(trainer, corrected, 2)[1]) < 1e-5
 
 
-def test_vllms_log_probs_are_the_old_ones(tiny, tmp_path):
-    """They are not computed a second time, but those of the reference are. Each step has its own prompts, whole groups,
-    and half of the tokens that the rollout counts."""
-    trainer = plain_float32(make(tiny, tmp_path, BETA=0.1, TOTAL_STEPS=5, **SHARED))
+def with_engine(trainer):
+    """The trainer beside an engine that samples the same tokens with the same log-probs for every caller. Returns the
+    list that gets the batch of each step."""
     trainer.run.engine = SimpleNamespace(
         rollout=lambda policy, prompt_ids, *arguments: step_of(trainer, len(prompt_ids)),
         seconds=dict.fromkeys(("wake", "handover", "sleep"), 1.0),
@@ -72,6 +72,22 @@ def test_vllms_log_probs_are_the_old_ones(tiny, tmp_path):
     )
     trainer.args.save_strategy, seen = "no", []
     trainer.learn = lambda model, part, answers=None: seen.append(part) or Learner.learn(trainer, model, part, answers)
+    return seen
+
+
+@pytest.mark.parametrize("sharing", [{}, {"NUM_ITERATIONS": 2}, {"STEPS_PER_GENERATION": 2}])
+def test_either_setting_alone_makes_vllms_log_probs_the_old_ones(tiny, tmp_path, sharing):
+    trainer = plain_float32(make(tiny, tmp_path, **sharing))
+    seen = with_engine(trainer)
+    trainer.train()
+    assert [part.get("old_per_token_logps") is not None for part in seen] == [bool(sharing)] * 2
+
+
+def test_vllms_log_probs_are_the_old_ones(tiny, tmp_path):
+    """They are not computed a second time, but those of the reference are. Each step has its own prompts, whole groups,
+    and half of the tokens that the rollout counts."""
+    trainer = plain_float32(make(tiny, tmp_path, BETA=0.1, TOTAL_STEPS=5, **SHARED))
+    seen = with_engine(trainer)
     compute, computed = trainer._get_per_token_logps_and_entropies, []
     trainer._get_per_token_logps_and_entropies = lambda *arguments, **options: (
         computed.append(compute(*arguments, **options)) or computed[-1]

@@ -2,12 +2,15 @@
 """The trainer: its loss and gradient against plain TRL's however a step is cut, and every hook into TRL."""
 
 import dataclasses
+import json
 
+import numpy as np
 import pytest
 import torch
 from conftest import read_csv
 from trainers import LOSSES, apart, batch, loss_and_gradients, make, plain_float32, policy_logps, score_completions
 
+from grpo.run.logs import FunctionLog
 from grpo.settings import FIELDS
 
 pytestmark = pytest.mark.numeric
@@ -126,3 +129,32 @@ def test_groups_that_teach_nothing_and_completions_that_one_function_leaves_out(
     rewards = [row["reward"] for row in read_csv(tmp_path / "completions.csv")]
     assert rewards == ["1", "1", "0", "2", "1", "1", "nan", "nan"]
     assert trainer.run_log.rates["zero_std_fraction"] == 3 / 4
+
+
+def logging(completions, *, log_metric, log_extra, **columns):
+    log_metric("reward", 100)
+    log_metric("length", np.float32(2))
+    log_metric("length", 4)
+    log_extra("reward", ["hidden"] * len(completions))
+    log_extra("place", np.arange(len(completions)))
+    return [0.25] * len(completions)
+
+
+def test_what_a_function_logs_is_kept_beside_the_runs_own_columns(tiny, tmp_path):
+    """By TRL's log_metric and log_extra, under names of its own or of the run's, in each step that shares a rollout."""
+    trainer = make(tiny, tmp_path, REWARDS="test_trainer:logging", NUM_ITERATIONS=2, LOG_PROMPTS=True)
+    trainer.args.save_strategy = "no"
+    trainer.train()
+    steps = read_csv(tmp_path / "metrics.csv")
+    assert [row["reward"] for row in steps] == ["0.25"] * 2
+    assert [json.loads(row["log_metric"]) for row in steps] == [{"reward": 100, "length": 3}] * 2
+    completions = read_csv(tmp_path / "completions.csv")
+    assert [row["reward"] for row in completions] == ["0.25"] * 4
+    assert [json.loads(row["log_extra"]) for row in completions] == [{"reward": "hidden", "place": n} for n in range(4)]
+    logs = trainer.state.log_history[0]
+    assert (logs["reward"], logs["log_metric/reward"], logs["length"]) == (0.25, 100, 3), "what trackers get"
+
+
+def test_log_extra_takes_a_value_for_each_completion():
+    with pytest.raises(ValueError, match=r"log_extra\('seen'\) has 1 values for 2 completions"):
+        FunctionLog(2).log_extra("seen", ["x"])

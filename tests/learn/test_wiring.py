@@ -162,7 +162,7 @@ def test_the_check_calls_a_reward_function_as_training_does(form, tiny, tmp_path
     for call in (check, training):
         state = call["trainer_state"]
         assert (state.global_step, state.epoch, state.log_history) == (0, 0, [])
-        assert call["log_extra"]("seen", [1.0]) is call["log_metric"]("seen", 1.0) is None
+        assert call["log_extra"]("seen", check["completions"]) is call["log_metric"]("seen", 1.0) is None
 
 
 TEXTS = [

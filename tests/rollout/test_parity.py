@@ -127,6 +127,20 @@ def test_a_small_update_that_does_not_arrive_is_seen(build, monkeypatch):
     assert digest(trainer.model, adapter=True) == before
 
 
+def test_more_than_the_whole_of_a_small_update_is_refused_too(build, monkeypatch):
+    """An update that is added twice or to other weights reaches vLLM as more than it is."""
+    trainer = build(PARITY_LIMIT=1.0, dtype=torch.bfloat16)
+    set_adapter(trainer, 5)
+    check = MismatchCheck(trainer)
+    for share, words in ((1.02, "^102.0% of an update"), (0.98, "^98.0% of an update"), (math.nan, "^nan% of an")):
+        monkeypatch.setattr(weight_sync, "update_share", lambda *_, share=share: (share, 0.001))
+        with pytest.raises(ParityError, match=words):
+            check.compare_share()
+    for share in (0.99, 1.013):
+        monkeypatch.setattr(weight_sync, "update_share", lambda *_, share=share: (share, 0.001))
+        check.compare_share()
+
+
 def breaks_in_decoding(stub, monkeypatch):
     """As with wrong CUDA graphs: prefill is right."""
     report = stub._logprobs

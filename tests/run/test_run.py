@@ -40,7 +40,8 @@ def test_what_a_run_leaves(whole_run):
     assert set(expected.split()) <= names and not list(whole_run.rglob("*.tmp"))
     metrics, completions = read_csv(whole_run / "metrics.csv"), read_csv(whole_run / "completions.csv")
     own = ["reward/action", "reward/hold"]
-    assert list(metrics[0]) == [*METRICS, *own] and list(completions[0]) == [*COMPLETIONS, *own]
+    assert list(metrics[0]) == [*METRICS, *own, "log_metric"]
+    assert list(completions[0]) == [*COMPLETIONS, *own, "log_extra"]
     assert [row["step"] for row in metrics] == list("123456")
     assert [row["step"] for row in completions] == [str(step) for step in range(1, 7) for _ in range(12)]
     record = json.loads((whole_run / "settings.json").read_text())

@@ -32,7 +32,8 @@ def test_gsm8k_from_a_data_set_of_the_hub(tmp_path):
         )  # fmt: skip
     metrics, completions = (read_csv(tmp_path / "run" / f"{name}.csv") for name in ("metrics", "completions"))
     own = ["reward/gsm8k", "reward/short"]
-    assert list(metrics[0]) == [*METRICS, *own] and list(completions[0]) == [*COMPLETIONS, "prompt", *own]
+    assert list(metrics[0]) == [*METRICS, *own, "log_metric"]
+    assert list(completions[0]) == [*COMPLETIONS, "prompt", *own, "log_extra"]
     questions = [json.loads(line)["question"] for line in lines["gsm8k_train.jsonl"][:6]]
     for row in completions:
         assert any(question in row["prompt"] for question in questions) and "#### and the number" in row["prompt"]

@@ -97,6 +97,7 @@ REFUSED = [
     ({"LEARNING_RATE": "1e-5"}, "LEARNING_RATE: verl does not read this setting of train_grpo.py. Unset it"),
     ({"INVALID_REWARD": "nan"}, "INVALID_REWARD=nan: verl leaves no completion out"),
     ({"DATA": "rendered.csv"}, RENDERS),
+    ({"DATA": "effort.csv"}, "effort.csv, row 1, column reasoning_effort: verl renders all prompts with the same"),
     ({"DATA": "answers.csv"}, "answers.csv, columns: there is no column reward_action_0"),
 ]
 
@@ -104,6 +105,7 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_what_is_refused(environ, tmp_path, changes, message):
     header = ["prompt", "reward_action_0", "reward_action_1"]
+    write_csv(tmp_path / "effort.csv", [*header, "reasoning_effort"], [[n, 0.25, 0.75, "high"] for n in range(4)])
     write_csv(tmp_path / "rendered.csv", header, [[RENDERED.format(n), 0.25, 0.75] for n in range(4)])
     write_csv(tmp_path / "answers.csv", ["prompt", "answer"], [[f"{n}?", "so"] for n in range(4)])
     (tmp_path / "mxfp4").mkdir()
