@@ -148,13 +148,15 @@ class Trainer(Learner):
             self._save_checkpoint(self.model, None)
 
     # A dataloader takes any sequence of indices: here the prompts' order, each prompt for all its completions. It asks
-    # for a rollout's prompts once for each step that shares them.
+    # for a rollout's prompts once for each step that shares them. It must end with the run's last step: transformers
+    # trains on while there are prompts, and a run that continues from that step would make one more.
     def _get_train_sampler(self, dataset: Dataset | None = None) -> list[int]:  # type: ignore[override]
         s = self.run.settings
         prompts, rollouts = s.STEPS_PER_GENERATION * s.PROMPTS_PER_STEP, -(-s.TOTAL_STEPS // s.steps_per_rollout)
         order = list(prompt_order(len(self.run.rows), s.SEED, rollouts * prompts))
         starts = [start for start in range(0, len(order), prompts) for _ in range(s.steps_per_rollout)]
-        return [row for n in starts for row in order[n : n + prompts] for _ in range(s.NUM_GENERATIONS)]
+        steps = starts[: s.TOTAL_STEPS]
+        return [row for n in steps for row in order[n : n + prompts] for _ in range(s.NUM_GENERATIONS)]
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         """Generates the rollout of a step; TRL calls this."""
