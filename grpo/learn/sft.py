@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
+from grpo.learn.finite import FiniteCallback
 from grpo.learn.options import training_options
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import load_adapter, load_base, load_tokenizer
@@ -76,6 +77,7 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
             train_dataset=Dataset.from_dict(tokenize_pairs(tokenizer, [row.prompt for row in resolved.rows], answers)),
             processing_class=tokenizer,
             peft_config=LoraConfig(**lora_options(s)),
+            callbacks=[FiniteCallback()],
         )
     policy: PeftModel = trainer.accelerator.unwrap_model(trainer.model)
     if s.INIT_ADAPTER:

@@ -26,6 +26,7 @@ from grpo.learn.answer_rewards import RewardLookup, expected_text
 from grpo.learn.context import RunContext
 from grpo.learn.distributed import ROLLOUT
 from grpo.learn.expected_reward import AnswerRewards, StepRewards, action_tokens
+from grpo.learn.finite import FiniteCallback
 from grpo.learn.learner import Batch, Learner
 from grpo.learn.scored_rollout import ScoredRollout
 from grpo.learn.timer import StepTimerCallback
@@ -95,7 +96,13 @@ class Trainer(Learner):
         data = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
         with experts_wrapped(model):
             super().__init__(
-                model, list(rewards), config, data, processing_class=tokenizer, peft_config=lora, callbacks=[self.timer]
+                model,
+                list(rewards),
+                config,
+                data,
+                processing_class=tokenizer,
+                peft_config=lora,
+                callbacks=[self.timer, FiniteCallback()],
             )
         # transformers sets it when training begins, but losses are computed before that too.
         self.current_gradient_accumulation_steps = 1

@@ -72,11 +72,13 @@ class StopRequest:
 
 
 class RunFailure(RuntimeError):
-    """A failure with an exit `code` of its own. `label` precedes its message; `is_zipped`: the run's zip is written."""
+    """A failure with an exit `code` of its own. `label` precedes its message; `is_zipped`: the run's zip is written;
+    `continues`: the message lacks what the same command does next, and the end of the run adds it."""
 
     code = 1
     label = "run"
     is_zipped = True
+    continues = False
 
 
 class UnloadableModel(RunFailure):
@@ -112,6 +114,9 @@ def handle_failure(
         code = 128 + (error.args[0] if error.args else signal.SIGINT)
     elif isinstance(error, RunFailure):
         log.critical("%s: %s", error.label, error)
+        if error.continues:
+            again = "where it fails at the same step again, start another run from a checkpoint (INIT_ADAPTER)"
+            log.critical("%s; %s with a lower LEARNING_RATE", advice, again)
         code, is_zipped = error.code, error.is_zipped
     elif torch and isinstance(error, torch.OutOfMemoryError):
         fix, is_zipped = "free some of the GPU", True
