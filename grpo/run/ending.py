@@ -24,7 +24,9 @@ from grpo.run.ranks import RankLost, Ranks
 from grpo.settings import InputError, Settings, format_exception, log, one_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SAME_REQUEST_S = 10.0  # Two SIGTERMs within this time are one request, which a launcher has sent twice.
+# Two SIGTERMs within this time are one request: a launcher has sent it twice, or a supervisor (systemd, a job's end) has
+# sent it to every process, and the script above this one passed its own on.
+SAME_REQUEST_S, SAME_REQUEST_LAUNCHED_S = 1.0, 10.0
 
 
 def ignore_signals() -> None:
@@ -53,10 +55,12 @@ class StopRequest:
         """Handles a signal; raises KeyboardInterrupt(number) to end the run at once. These are ignored:
         - torchrun's SIGTERM after another process has ended: the run is about to report which one;
         - a second SIGHUP, as shell and kernel both send one when a terminal is lost;
-        - a second SIGTERM within SAME_REQUEST_S under a launcher: Slurm and scripts/torchrun.sh signal every process.
+        - a second SIGTERM within SAME_REQUEST_S, longer under a launcher: Slurm and scripts/torchrun.sh signal every
+          process.
         """
-        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + SAME_REQUEST_S
-        if self.ranks.is_broken() or (self.ranks.launched and same_request):
+        same_request_s = SAME_REQUEST_LAUNCHED_S if self.ranks.launched else SAME_REQUEST_S
+        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + same_request_s
+        if self.ranks.is_broken() or same_request:
             return
         self.received = time.monotonic()
         if number == signal.SIGHUP:

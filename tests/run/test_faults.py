@@ -210,3 +210,16 @@ def test_a_second_hang_up_is_ignored_and_a_second_ctrl_c_is_not(caplog):
     with pytest.raises(KeyboardInterrupt) as stop:
         request.receive(signal.SIGINT)
     assert stop.value.args == (signal.SIGINT,) and request.signal == signal.SIGHUP
+
+
+def test_a_supervisor_that_signals_every_process_asks_once(monkeypatch):
+    """As systemd does, and the script in between passes its own on. A second SIGTERM later ends the run at once."""
+    request, now = StopRequest(), 100.0
+    request.at_once = False
+    monkeypatch.setattr(ending.time, "monotonic", lambda: now)
+    request.receive(signal.SIGTERM)
+    now = 100.9
+    request.receive(signal.SIGTERM)
+    now = 101.1
+    with pytest.raises(KeyboardInterrupt):
+        request.receive(signal.SIGTERM)
