@@ -68,11 +68,16 @@ class ModelFiles:
     tokenizer: Path | None = None
 
 
+def is_no_hub_id(model_id: str) -> bool:
+    """Whether a MODEL_ID cannot be one of the Hub's, owner/name: then it is meant to be a folder."""
+    return model_id.startswith((".", "/", "~")) or model_id.count("/") != 1
+
+
 def find_model(model_id: str, problems: Problems) -> ModelFiles | None:
     """The small files of MODEL_ID, which is a local folder, `tiny` or a Hub id; None after a problem."""
     local = TINY_PATH if model_id == "tiny" else Path(model_id)
     is_local = bool(model_id) and os.path.isdir(local)  # Path.is_dir may raise for odd names, os.path.isdir never does.
-    if not is_local and (model_id.startswith((".", "/", "~")) or model_id.count("/") != 1):
+    if not is_local and is_no_hub_id(model_id):
         fix = f"Use {REAL_MODEL}, tiny, or an existing folder"
         problems.add("MODEL_ID", f"{model_id!r} is neither a folder nor a Hub id", fix)
         return None
