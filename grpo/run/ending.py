@@ -4,6 +4,7 @@
 Under torchrun, whose own exit code is 1 for every reason, the code and the reason are written into OUTPUT_DIR. A reader
 that closes the output (`| head`) does not change the exit code of a run."""
 
+import errno
 import json
 import logging
 import os
@@ -24,8 +25,8 @@ from grpo.run.ranks import RankLost, Ranks
 from grpo.settings import InputError, Settings, format_exception, log, one_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Two SIGTERMs within this time are one request: a launcher has sent it twice, or a supervisor (systemd, a job's end) has
-# sent it to every process, and the script above this one passed its own on.
+# Two SIGTERMs within this time are one request: a launcher has sent it twice, or a supervisor such as systemd has sent
+# it to every process, and the script above this one passed its own on.
 SAME_REQUEST_S, SAME_REQUEST_LAUNCHED_S = 1.0, 10.0
 
 
@@ -218,10 +219,15 @@ def end_quietly(main: Callable[[], int]) -> int:
         return code
 
 
+# Disks and permissions, which the user can mend: other OSErrors may be a fault of the program.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+
+
 def run_script(main: Callable[[], int]) -> int:
-    """`end_quietly` for a script: it prints the problems of an InputError, a RunFailure or a RewardError and returns
-    their exit code. The first SIGINT, SIGTERM or SIGHUP ends the script by KeyboardInterrupt, so that its temporary
-    files are removed; the second one ends it at once."""
+    """`end_quietly` for a script: it prints the problems of an InputError, a RunFailure, a RewardError or a disk, and
+    returns their exit code. Output that is cut off, as by a full disk, is no success. The first SIGINT, SIGTERM or
+    SIGHUP ends the script by KeyboardInterrupt, so that its temporary files are removed; the second ends it at once.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for handled in SIGNALS:
@@ -231,8 +237,20 @@ def run_script(main: Callable[[], int]) -> int:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP.
             signal.signal(number, interrupt)
+
+    def flushed_main() -> int:
+        code = main()
+        sys.stdout.flush()
+        return code
+
     try:
-        return end_quietly(main)
+        return end_quietly(flushed_main)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        print(f"{error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
+        return 1
     except InputError as error:
         print(*error.args, sep="\n", file=sys.stderr)
         return 2
