@@ -50,9 +50,10 @@ def sync(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> list[Path]:
-    """Syncs all readable files below a folder and returns their paths in order. Weights become as readable as
-    their folder, because safetensors lets only their owner read them."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and os.access(path, os.R_OK))
+    """Syncs all readable files below a folder, no links, and returns their paths in order. Weights become as readable
+    as their folder, because safetensors lets only their owner read them."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    paths = sorted(path for path in files if os.access(path, os.R_OK))
     for path in paths:
         if path.suffix == ".safetensors" and path.stat().st_uid == os.geteuid():
             path.chmod(path.stat().st_mode | path.parent.stat().st_mode & 0o444)
