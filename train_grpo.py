@@ -28,6 +28,7 @@ import argparse
 import contextlib
 import io
 import os
+import shutil
 import signal
 import sys
 import time
@@ -44,10 +45,10 @@ from grpo.preflight.checks import preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import write_zip
 from grpo.run.best import recover_best
-from grpo.run.durable import scratch_folder
+from grpo.run.durable import move_files, scratch_folder
 from grpo.run.ending import StopRequest, end_quietly, fail, handle_failure, ignore_signals, record_end
 from grpo.run.folder import add_record, continuation, mark_complete, prepare_run
-from grpo.run.layout import SETTINGS, lock_output_dir
+from grpo.run.layout import ADAPTER, SETTINGS, UNFINISHED, lock_output_dir
 from grpo.run.logs import start_logging
 from grpo.run.ranks import RankLost, Ranks
 from grpo.settings import flag_answers, format_exception, help_text, log
@@ -165,7 +166,7 @@ def train(resolved: ResolvedRun) -> int:
 
     s, state, files, plan = resolved.settings, resolved.state, resolved.files, resolved.plan
     assert files and plan  # A run that passed its checks has both.
-    folder, attention, packing, started = state.folder, resolved.attention, resolved.packing, time.time()
+    folder, attention, packing, started = state.folder, resolved.attention, resolved.packing, time.monotonic()
     specs, model_path = resolved.reward_specs, str(files.folder)
     ranks, stop = resolved.ranks, StopRequest(resolved.ranks)
     if ranks.launched:
@@ -212,9 +213,13 @@ def train(resolved: ResolvedRun) -> int:
 def finish(trainer: Trainer, progress: Progress, started: float) -> int:
     """Saves and evaluates the trained adapter and writes the zip; runs on rank 0 alone. Returns the exit code."""
     folder, stop = trainer.run.folder, trainer.run.stop
-    trainer.save_model(str(folder))
     assert trainer.processing_class
-    trainer.processing_class.save_pretrained(str(folder))
+    unfinished = folder / UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)  # A killed process may have left one.
+    trainer.save_model(str(unfinished))
+    trainer.processing_class.save_pretrained(str(unfinished))
+    move_files(unfinished, folder, ADAPTER)
+    trainer.write_model_card(folder)
     if not stop.signal:
         stop.at_once = True
         with contextlib.suppress(KeyboardInterrupt):
@@ -227,7 +232,9 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> int:
         log.warning("interrupted at step %d; %s. So far: %s", steps, advice, zip_file)
         return 128 + stop.signal
     mark_complete(folder, steps)
-    log.info("complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, time.time() - started, folder, zip_file)
+    log.info(
+        "complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, time.monotonic() - started, folder, zip_file
+    )
     return 0
 
 

@@ -44,9 +44,15 @@ class InputError(ValueError):
     """The input is wrong; `args` are the problems, each a sentence for the user."""
 
 
+def printable(text: str) -> str:
+    """A text for a terminal or a page: characters that move the cursor, change colours or the order of letters are
+    replaced, because a stranger's model, adapter or file may hold them. Line feeds and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", "\ufffd", text)
+
+
 def one_line(text: str, limit: int = 2000) -> str:
-    """A text on one line; its middle is left out where it has more than `limit` characters."""
-    text = " ".join(text.splitlines())
+    """A `printable` text on one line; its middle is left out where it has more than `limit` characters."""
+    text = printable(" ".join(text.splitlines()))
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
@@ -91,7 +97,15 @@ def path_fault(path: str | Path) -> str | None:
 
 def format_exception(error: BaseException) -> str:
     """Type and message of an exception in one line."""
-    return one_line(": ".join(filter(None, (type(error).__name__, str(error)))), 300)
+    return one_line(": ".join(filter(None, (type(error).__name__, text_of(error)))), 300)
+
+
+def text_of(value: object, kind: Callable[[object], str] = str) -> str:
+    """The text of a user's object by `str` or `repr`, which are the user's own code and may raise anything."""
+    try:
+        return kind(value)
+    except (Exception, SystemExit) as error:
+        return f"its text cannot be made: {type(error).__name__}"
 
 
 def accepted_words(name: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.evaluate.adapter import note_best
 from grpo.evaluate.ask import as_csv, ask, serve_commands
 from grpo.run.ending import run_script
-from grpo.settings import in_range
+from grpo.settings import in_range, printable
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -51,9 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         answers = ask(args)
     note_best(args.adapter)
     if args.csv:
-        print(as_csv(answers), end="")
+        table = as_csv(answers)  # A file gets the answers as they are.
+        print(printable(table) if sys.stdout.isatty() else table, end="")
     else:
-        print(answers[0]["completion"])
+        print(printable(answers[0]["completion"]))
         if "action" in answers[0]:
             print(f"action: {answers[0]['action']}")
     return 0

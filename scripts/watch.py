@@ -28,7 +28,7 @@ from grpo.run.ending import run_script
 from grpo.run.folder import continuation
 from grpo.run.layout import COMPLETE, lock_path
 from grpo.run.logs import RECENT_STEPS, TIME_UNKNOWN, Pace
-from grpo.settings import InputError, reflow
+from grpo.settings import InputError, printable, reflow
 from grpo.tasks.figure_text import finite_number, object_at
 
 # Lines of training.log with a warning, an error or a critical message (`12:07:54 W train_grpo: ...`), of the box below
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         while True:
             lines, is_complete = frame(options.run_dir)
-            print("" if is_once else CLEAR, "\n".join(lines), sep="", flush=True)
+            print("" if is_once else CLEAR, printable("\n".join(lines)), sep="", flush=True)
             if is_once or is_complete:
                 return 0
             time.sleep(1.0)

@@ -12,12 +12,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import yaml
-from conftest import CLEAN, ROOT, run_python, write_commands
-from runs import wait_until
+from conftest import ROOT, run_python, write_commands
+from runs import environment, go_on, has_line, wait_until
 
+from grpo.run.checkpoints import checkpoint_fault
 from grpo.settings import load_settings, setting_rows
 
 CLOUD = ROOT / "scripts/cloud"
@@ -54,105 +56,147 @@ def test_the_task_names_settings_and_files_that_exist():
     assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == [128 + signal.SIGTERM]
 
 
-# As much of rsync as the script uses; $RSYNC_FAILS is a pattern of sources or targets that cannot be reached.
+# As much of rsync as the script uses, for machines without it; $RSYNC_FAILS is a pattern of sources or targets that
+# cannot be reached.
 RSYNC = f"""#!{sys.executable}
 import fnmatch, os, pathlib, shutil, sys
 *options, source, target = sys.argv[1:]
 if any(fnmatch.fnmatch(path, os.environ.get("RSYNC_FAILS", "-")) for path in (source, target)):
     sys.exit(23)
+if shutil.which("rsync", path=os.environ["REAL_PATH"]):
+    os.execvpe("rsync", ["rsync", *sys.argv[1:]], os.environ | {{"PATH": os.environ["REAL_PATH"]}})
+risked = [option.removeprefix("--filter=R /").removesuffix("/***") for option in options if "=R /" in option]
+deleting = "--delete-after" in options and "--filter=P *" in options
 if source.endswith("/"):
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    kept = {{path.relative_to(source) for path in pathlib.Path(source).rglob("*")}}
-    for path in sorted(pathlib.Path(target).rglob("*"), reverse=True) if "--delete-after" in options else ():
-        if path.relative_to(target) not in kept:
-            path.rmdir() if path.is_dir() else path.unlink()
+    before = set(os.listdir(source))
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=lambda folder, names: [n for n in names if ".tmp" in n])
+    for path in pathlib.Path(target).iterdir() if deleting else ():
+        if path.name not in before and any(fnmatch.fnmatch(path.name, pattern) for pattern in risked):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 else:
     shutil.copy(source, target)
 """
-# In the place of the trainer: one step more than the last checkpoint, which replaces it, then the zip.
-TRAINER = """
-trap 'exit 143' TERM
-[ "${REFUSES:-}" != 1 ] || exit 2
-step=$(ls -d "$OUTPUT_DIR"/checkpoint-* 2>/dev/null | sed 's/.*-//') || step=0
-mkdir -p "$OUTPUT_DIR/checkpoint-$((step + 1))"
-[ "$step" = 0 ] || rmdir "$OUTPUT_DIR/checkpoint-$step"
-echo "$step" >"$OUTPUT_DIR/settings.json"
-while [ "${WAITS:-}" = 1 ]; do sleep 0.1; done
-echo "$((step + 1))" >"$OUTPUT_DIR.zip"
-exit "${CODE:-0}"
-"""
+STEP = {"PROMPTS_PER_STEP": 1, "NUM_GENERATIONS": 2, "MAX_COMPLETION_LEN": 8, "SAVE_STEPS": 1, "SAVE_TOTAL_LIMIT": 1}
 
 
 @pytest.fixture
 def machine(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """Starts train_and_copy.sh on the machine called `name`, with its own folder and one bucket for all."""
-    tools = write_commands(tmp_path / "bin", {"rsync": RSYNC, "python": TRAINER})
-    (tmp_path / "bucket").mkdir()
+    """Starts train_and_copy.sh with the tiny model on the machine called `name`, with its own folder and one bucket for
+    all, which holds files of somebody else."""
+    tools = write_commands(tmp_path / "bin", {"rsync": RSYNC, "python": f'exec {sys.executable} "$@"'})
+    (tmp_path / "bucket/first/notes").mkdir(parents=True)
+    for name in THESIS:
+        (tmp_path / "bucket/first" / name).write_text("years of work")
     processes = []
 
-    def start(name: str, **environ: str) -> subprocess.Popen:
-        (tmp_path / name).mkdir(exist_ok=True)
-        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-        environ = CLEAN | {"PATH": path, "OUTPUT_DIR": "runs/first"} | environ
-        command = ["bash", str(CLOUD / "train_and_copy.sh"), str(tmp_path / "bucket/first"), "0.1"]
-        with (tmp_path / "errors.txt").open("a") as errors:
-            options = {"cwd": tmp_path / name, "env": environ, "stderr": errors, "start_new_session": True}
+    def start(name: str, copy: str = "bucket/first", seconds: str = "0.1", **settings: object) -> subprocess.Popen:
+        real_path = os.environ["PATH"]
+        environ = environment(tmp_path / name / "first", **STEP | settings)
+        environ |= {"PATH": f"{tools}{os.pathsep}{real_path}", "REAL_PATH": real_path}
+        command = ["bash", str(CLOUD / "train_and_copy.sh"), str(tmp_path / copy), seconds]
+        with (tmp_path / "output.txt").open("a") as output:
+            options = {"cwd": ROOT, "env": environ, "stdout": output, "stderr": output, "start_new_session": True}
             processes.append(subprocess.Popen(command, **options))
         return processes[-1]
 
     yield start
-    for process in processes:  # A trainer that the script left behind would wait for ever.
+    for process in processes:  # The trainer ends with the script.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def files_in(folder) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+THESIS = {"thesis.txt", "notes/draft.txt"}
 
 
-def run_of(step: int) -> set[str]:
-    return {"first", "first/settings.json", f"first/checkpoint-{step}", "first.zip"}
+def files_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_copied(tmp_path: Path, name: str) -> None:
+    """The bucket holds the run of a machine, its zip, and what else was there."""
+    run, copy = tmp_path / name / "first", tmp_path / "bucket/first"
+    assert files_in(copy) == files_in(run) | THESIS
+    assert all((copy / path).read_bytes() == (run / path).read_bytes() for path in files_in(run))
+    assert (tmp_path / "bucket/first.zip").read_bytes() == run.with_name("first.zip").read_bytes()
 
 
 def test_a_run_is_copied_and_the_next_machine_continues_it(machine, tmp_path):
-    """The exit code is the run's; files that the run deleted are deleted in the copy, and the zip is the newer one."""
-    bucket = tmp_path / "bucket"
-    assert machine("one").wait() == 0 and files_in(bucket) == run_of(1)
-    assert machine("two", CODE="4").wait() == 4 and files_in(bucket) == run_of(2) == files_in(tmp_path / "two/runs")
-    assert (bucket / "first.zip").read_text() == "2\n"
-    # A machine that has the run does not take the copy.
-    shutil.rmtree(bucket / "first/checkpoint-2")
-    assert machine("two").wait() == 0 and files_in(bucket) == run_of(3)
+    """Checkpoints that the run deleted are deleted in the copy, and nothing else. An older disk, that of another run
+    and one whose settings.json is damaged do not replace the copy."""
+    assert machine("one", TOTAL_STEPS=2).wait() == 0
+    assert_copied(tmp_path, "one")
+    assert machine("two", TOTAL_STEPS=3).wait() == 0
+    assert_copied(tmp_path, "two")
+    output = (tmp_path / "output.txt").read_text()
+    assert "continuing from step 2" in output and "failed" not in output
+    before = {path: (tmp_path / "bucket" / path).read_bytes() for path in files_in(tmp_path / "bucket")}
+    assert "first/checkpoint-3/manifest.json" in before and "first/checkpoint-2/manifest.json" not in before
+    assert machine("one", TOTAL_STEPS=4).wait() == 2
+    assert f"bucket/first is at step 3, {tmp_path}/one/first at step 2: move" in (tmp_path / "output.txt").read_text()
+    shutil.copytree(tmp_path / "two", tmp_path / "three")
+    (tmp_path / "three/first/settings.json").write_text("{")
+    assert machine("three", TOTAL_STEPS=4).wait() == 2
+    log = tmp_path / "three/first/metrics.csv"
+    log.write_text(log.read_text().replace(":", "-"))
+    assert machine("three", TOTAL_STEPS=4).wait() == 2
+    assert "holds another run than" in (tmp_path / "output.txt").read_text()
+    assert {path: (tmp_path / "bucket" / path).read_bytes() for path in files_in(tmp_path / "bucket")} == before
 
 
-def test_a_copy_that_was_cut_off_before_its_settings_is_no_run(machine, tmp_path):
-    """The trainer would refuse such a folder. An empty OUTPUT_DIR does not matter."""
-    (tmp_path / "bucket/first/checkpoint-7").mkdir(parents=True)
-    (tmp_path / "one/runs/first").mkdir(parents=True)
-    assert machine("one").wait() == 0
-    assert files_in(tmp_path / "one/runs") == run_of(1)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
+def test_a_notice_reaches_the_run_once_and_the_last_copy_does_not_wait(machine, tmp_path, name):
+    """Ctrl-C goes to all processes of the terminal. Where the script is killed, the run saves a checkpoint too."""
+    process = machine("one", seconds="900", TOTAL_STEPS=9, SAVE_STEPS=9, HOLD_AT=2)
+    run = tmp_path / "one/first"
+    wait_until((tmp_path / "one/held").exists, process)
+    if name == "SIGINT":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.Signals[name])
+    wait_until(lambda: has_line(run))
+    go_on(run)
+    assert process.wait() == (-9 if name == "SIGKILL" else 143)
+    if name == "SIGKILL":
+        wait_until(lambda: has_line(run, "interrupted at step 2"))
+    else:
+        assert_copied(tmp_path, "one")
+    assert not checkpoint_fault(run / "checkpoint-2") and "stopped at once" not in (run / "training.log").read_text()
 
 
-@pytest.mark.parametrize(("environ", "code"), [({"RSYNC_FAILS": "*/bucket/first/"}, 23), ({"REFUSES": "1"}, 2)])
-def test_a_copy_is_never_replaced_by_less(machine, tmp_path, environ, code):
-    """Neither where the copy cannot be read, nor where the run is refused."""
-    assert machine("one").wait() == 0
-    before = files_in(tmp_path / "bucket")
-    assert machine("two", **environ).wait() == code and files_in(tmp_path / "bucket") == before
-    # Files of somebody else in OUTPUT_DIR stop the copy, too.
-    (tmp_path / "three/runs/first").mkdir(parents=True)
-    (tmp_path / "three/runs/first/thesis.txt").touch()
-    assert machine("three").wait() == 1 and files_in(tmp_path / "three/runs/first") == {"thesis.txt"}
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seconds": "x"}, "SECONDS=x: give a number above 0"),
+        ({"seconds": "0.0"}, "SECONDS=0.0: give a number above 0"),
+        ({"copy": "one/first/copy"}, "lies in OUTPUT_DIR"),
+        ({"copy": "one/first"}, "lies in OUTPUT_DIR"),
+        ({"copy": "/"}, "is the root of a disk or bucket"),
+        ({"copy": "/proc"}, "is the root of a disk or bucket"),
+        ({"OVERWRITE": "1"}, "OVERWRITE=1 would begin again on every machine"),
+        ({"copy": "adapter"}, "adapter holds README.md and no run"),
+    ],
+)
+def test_what_is_refused(machine, tmp_path, options, words):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/README.md").write_text("mine")
+    assert machine("one", **options).wait() == 2
+    assert words in (tmp_path / "output.txt").read_text() and not (tmp_path / "one/first").exists()
+    assert files_in(tmp_path / "adapter") == {"README.md"}
 
 
-def test_a_last_copy_that_fails_is_no_success(machine, tmp_path):
-    """With exit code 0 the machine would be given back, and the result lost with it."""
-    assert machine("one", RSYNC_FAILS="*first.zip").wait() == 1
-    assert (tmp_path / "errors.txt").read_text().count("copy 5 of 5") == 1
-
-
-def test_a_signal_reaches_the_run(machine, tmp_path):
-    process = machine("one", WAITS="1")
-    wait_until((tmp_path / "bucket/first/settings.json").is_file, process)  # It is copied while the run trains.
-    process.terminate()
-    assert process.wait() == 143
+def test_a_copy_that_cannot_be_read_is_no_start_and_a_last_copy_that_fails_no_success(machine, tmp_path):
+    """A fresh run would overwrite the copy. With exit code 0 the machine would be given back, and the result lost with
+    it: the same command then makes the last copy, although the trainer refuses the complete run."""
+    assert machine("one", RSYNC_FAILS="*/bucket/first/").wait() == 23 and not (tmp_path / "one/first").exists()
+    (tmp_path / "one/first").mkdir(parents=True)
+    (tmp_path / "one/first/thesis.txt").touch()
+    # A copy that was cut off before its settings.json is no run.
+    (tmp_path / "bucket/first/checkpoint-7").mkdir()
+    (tmp_path / "two/first").mkdir(parents=True)
+    assert machine("two", TOTAL_STEPS=1, RSYNC_FAILS="*first.zip").wait() == 1
+    assert (tmp_path / "output.txt").read_text().count("copy 5 of 5") == 1
+    assert not (tmp_path / "bucket/first.zip").exists()
+    assert machine("two", TOTAL_STEPS=1).wait() == 2
+    assert_copied(tmp_path, "two")
+    # Files of somebody else in OUTPUT_DIR are not this script's to delete.
+    assert machine("one").wait() == 1 and files_in(tmp_path / "one/first") == {"thesis.txt"}

@@ -18,7 +18,7 @@ from typing import Any
 
 import rewards
 from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, reward_columns
-from grpo.settings import Settings, format_exception, nearest_hint, one_line, read_number, split_commas
+from grpo.settings import Settings, format_exception, nearest_hint, one_line, read_number, split_commas, text_of
 from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
 
 Reward = Callable[..., list[float | None]]
@@ -153,7 +153,7 @@ def validate_rewards(name: str, values: Any, count: int) -> list[float | None]:
         is_number = isinstance(value, (int, float)) and (value != value or abs(value) <= MOST_REWARD)
         if value is not None and not is_number:
             problem = f"neither a finite number of at most {MOST_REWARD:g} in size nor None"
-            raise RewardError(f"{returned} {one_line(repr(value), 200)}, which is {problem}")
+            raise RewardError(f"{returned} {one_line(text_of(value, repr), 200)}, which is {problem}")
     return numbers
 
 

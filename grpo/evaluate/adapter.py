@@ -15,7 +15,7 @@ from grpo.run.best import adapter_fault, read_best
 from grpo.run.durable import file_sha256, read_json
 from grpo.run.folder import model_commit
 from grpo.run.layout import ADAPTER, SETTINGS
-from grpo.settings import Problems, Settings, load_settings, show
+from grpo.settings import Problems, Settings, load_settings, one_line, show
 
 # Settings that are taken from the record of the adapter's run; all others come from the command's environment.
 RECORDED = (
@@ -83,7 +83,8 @@ def note_best(adapter: Path) -> None:
     """Prints to stderr which adapter was the best, if `adapter` is the folder of a run that kept another one."""
     best = read_best(adapter)
     if best and (adapter / ADAPTER).is_file() and best.get("adapter_sha256") != file_sha256(adapter / ADAPTER):
-        print(f"({adapter} holds the last step's adapter; {best['in_words']}: {adapter / 'best'})", file=sys.stderr)
+        words = one_line(best["in_words"])
+        print(f"({adapter} holds the last step's adapter; {words}: {adapter / 'best'})", file=sys.stderr)
 
 
 def check_model(settings: Settings, adapter: Path | None, machine: Machine, problems: Problems) -> ModelFiles | None:

@@ -23,7 +23,7 @@ from grpo.plan.vllm_model import vllm_faults
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.rollout.engine import vllm_modules
 from grpo.run.durable import read_json
-from grpo.settings import InputError, Problems, Settings, split_commas
+from grpo.settings import InputError, Problems, Settings, printable, split_commas
 
 EXAMPLE = "Which one? Answer [0] or [1]."
 URL = "http://localhost:8000/v1/completions"
@@ -111,9 +111,8 @@ def serve_commands(options: argparse.Namespace) -> str:
         f"--max-lora-rank {rank} --lora-target-modules {' '.join(vllm_modules(is_on_experts(adapter)))}",
         f"--max-model-len {s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN}",
     ]
-    curl = [
-        f"curl {URL}",
-        "-H 'Content-Type: application/json'",
-        f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}",
-    ]
+    # JSON's own escapes take the place of what a terminal would obey.
+    text = json.dumps(body, ensure_ascii=False)
+    text = "".join(char if printable(char) == char else json.dumps(char)[1:-1] for char in text)
+    curl = [f"curl {URL}", "-H 'Content-Type: application/json'", f"-d {shlex.quote(text)}"]
     return "\n\n".join(" \\\n  ".join(lines) for lines in (serve, curl))

@@ -4,7 +4,10 @@
 import argparse
 import dataclasses
 import json
+import os
+import shlex
 from pathlib import Path
+from typing import Any
 
 from grpo.data.files import label, read_rows
 from grpo.data.heldout import Split, read_split
@@ -20,7 +23,8 @@ from grpo.plan.machine import Machine, installed_versions, read_machine
 from grpo.plan.vllm_model import vllm_faults
 from grpo.preflight.choices import choose_exact, choose_exact_loop, choose_rewards, choose_use_vllm
 from grpo.run.durable import check_writable, write_named
-from grpo.settings import InputError, Problems, Settings
+from grpo.run.layout import SETTINGS
+from grpo.settings import InputError, Problems, Settings, split_commas
 from grpo.tasks.simulator import load_simulator
 
 
@@ -37,12 +41,41 @@ def read_settings(options: argparse.Namespace) -> tuple[Settings, Problems]:
     return dataclasses.replace(s, EVAL_SAMPLES=options.samples or s.EVAL_SAMPLES or 1), problems
 
 
+def strange_rewards(options: argparse.Namespace, text: str) -> str | None:
+    """Why the REWARDS that the adapter's record names, `text`, must not be loaded: their module would come from the
+    folder of the adapter, and whoever made that is not asked to run code here. None for others and for those that the
+    user names."""
+    if options.run is None or options.rewards or os.environ.get("REWARDS"):
+        return None
+    folders = [
+        folder for folder in (options.run.resolve(), options.run.resolve().parent) if (folder / SETTINGS).exists()
+    ]
+    for part in split_commas(text):
+        module, colon, _ = part.partition("=")[0].strip().partition(":")
+        source = Path(*module.split(".")).resolve()
+        if colon and any(source.is_relative_to(folder) for folder in folders):
+            fault = f"{part} of its settings.json is a module in the adapter's own folder"
+            return f"{options.run}: {fault}. If you trust that code, give --rewards {shlex.quote(text)}"
+    return None
+
+
 def output_path(options: argparse.Namespace, name: str, problems: Problems) -> Path:
     """The file of --out, or evaluation-`name`.json in the adapter's folder. Adds a problem if it is not writable."""
     path: Path = options.out or (options.run or Path()) / f"evaluation-{name}.json"
     if options.out or not problems:  # a missing adapter was already reported: its folder is not reported again
         check_writable(path, problems)
     return path
+
+
+def write_results(path: Path, results: dict[str, Any], table: str) -> str:
+    """Writes the results as JSON and returns their table. Where they cannot be written, the table is printed: hours of
+    work must not be lost to a full disk."""
+    try:
+        write_named(path, json.dumps(results, indent=1) + "\n")
+    except OSError:
+        print(table, flush=True)
+        raise
+    return table
 
 
 def choose_engine(s: Settings, files: ModelFiles, machine: Machine) -> tuple[bool, str]:
@@ -91,8 +124,7 @@ def simulate(options: argparse.Namespace) -> tuple[str, Path]:
     model = start_model(s, files, options.run, machine, use_vllm, plan.opening_prompts() * s.EVAL_SAMPLES)
     for name in requested_models(options):
         simulator.run(plan, record, name, ModelResponder(model, name == "base"))
-    write_named(path, json.dumps(record, indent=1) + "\n")
-    return simulator.table(record), path
+    return write_results(path, record, simulator.table(record)), path
 
 
 def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tuple[str, Path]:
@@ -106,6 +138,8 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
         rows, path = split.heldout, output_path(options, "heldout", problems)
         if not rows:
             problems.add("held-out rows", split.reason, "Name the rows to score: --data FILE")
+    if fault := strange_rewards(options, s.REWARDS or ""):
+        raise InputError(*problems, fault)
     requested, _ = choose_rewards(s.REWARDS, rows)
     specs, _ = check_rewards(s, requested, [], problems)  # without rows this checks only that the functions exist
     machine, longest = read_machine(), 0
@@ -136,5 +170,4 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
     names, weights = [function.__name__ for function in functions], [weight for _, weight in specs]
     evaluation = HeldoutEvaluation(model, rows, exact, names, functions, weights, initial_trainer_state(s.TOTAL_STEPS))
     evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in requested_models(options)])
-    write_named(path, json.dumps(results, indent=1) + "\n")
-    return evaluation_table(results), path
+    return write_results(path, results, evaluation_table(results)), path

@@ -139,6 +139,15 @@ def new_results(s: Settings, rows: Sequence[Row], exact: bool) -> Results:
     return results | {"by_day": any(map(date_of, rows)), "data_sha256": data_fingerprint(rows)}
 
 
+def are_figures(value: object, rows: int) -> bool:
+    """Whether a value of evaluation.json holds the figures of a model on `rows` rows that a run reads again: the file
+    may have been edited."""
+    if not isinstance(value, dict) or not isinstance(value.get("functions"), dict):
+        return False
+    numbers = [value.get("reward"), *(value.get("reward_by_prompt") or [])]
+    return len(numbers) == rows + 1 and all(number is None or type(number) in (int, float) for number in numbers)
+
+
 def measure_rewards(evaluation: HeldoutEvaluation, folder: Path, base: bool) -> Results:
     """Measure the held-out reward before training (`base`) or after it; write evaluation.json to `folder` and return
     it. A resumed run keeps the figures of its start if they were measured under the same conditions."""
@@ -146,7 +155,7 @@ def measure_rewards(evaluation: HeldoutEvaluation, folder: Path, base: bool) -> 
     results = new_results(evaluation.model.settings, evaluation.rows, evaluation.exact)
     earlier = read_sealed(path) if is_intact(path) else {}
     is_same = all(earlier.get(name) == results[name] for name in ("samples", "temperature", "exact", "data_sha256"))
-    if is_same and {"before", "before_greedy"} <= earlier.keys():
+    if is_same and all(are_figures(earlier.get(name), len(evaluation.rows)) for name in ("before", "before_greedy")):
         results |= {name: earlier[name] for name in ("before", "before_greedy")}
     with Phase(f"held-out reward {'before' if base else 'after'} training") as phase:
         evaluation.add_models(results, ("before",) if base else ("before", "after"))

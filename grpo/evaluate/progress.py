@@ -12,7 +12,7 @@ from grpo.preflight.resolve import ResolvedRun
 from grpo.run import best
 from grpo.run.archive import model_card
 from grpo.run.durable import is_intact, read_sealed, write_sealed, write_text
-from grpo.settings import log
+from grpo.settings import format_exception, log
 from grpo.tasks.simulator import GREEDY, Record, Simulator, load_simulator
 
 CLOSED_LOOP = "closed_loop.json"
@@ -91,7 +91,12 @@ class Progress:
         samples = resolved.settings.EVAL_SAMPLES
         record = simulator.new_record(resolved.closed_loop, resolved.settings, samples, resolved.exact_loop)
         if is_intact(path):
-            simulator.keep_base(record, read_sealed(path))
+            try:
+                simulator.keep_base(record, read_sealed(path))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                problem = "is not as a run wrote it, so its figures are measured again"
+                log.warning("%s %s (%s)", path.name, problem, format_exception(error))
+                record = simulator.new_record(resolved.closed_loop, resolved.settings, samples, resolved.exact_loop)
         return record
 
     def columns(self, reward: float | None, record: Record | None, name: str = "trained") -> Columns:

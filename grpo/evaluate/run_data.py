@@ -18,7 +18,7 @@ from grpo.data.formats import is_dataset
 from grpo.data.heldout import hold_out
 from grpo.run import durable
 from grpo.run.logs import COMPLETIONS, EVALUATED, METRICS, PROMPT, function_column
-from grpo.settings import InputError, Problems, split_commas
+from grpo.settings import InputError, Problems, printable, split_commas
 from grpo.tasks.figure_text import finite_number, object_at
 from grpo.tasks.simulator import Simulator, load_simulator
 
@@ -69,7 +69,7 @@ def excerpt(text: str) -> str:
     excess = len(text) - HEAD - TAIL
     if excess > 0:
         text = f"{text[:HEAD]}\n[... {excess:,} characters left out ...]\n{text[-TAIL:]}"
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
+    return re.sub(r"[\ud800-\udfff]", "\ufffd", printable(text))
 
 
 def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:

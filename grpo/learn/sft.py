@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
+from grpo.learn.finite import FiniteCallback
 from grpo.learn.options import training_options
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import load_adapter, load_base, load_tokenizer
@@ -20,12 +21,11 @@ from grpo.preflight.adapter import lora_options
 from grpo.preflight.checks import run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.run.archive import model_card
-from grpo.run.durable import sync_files, write_text
+from grpo.run.durable import move_files, write_text
 from grpo.run.folder import prepare_run
-from grpo.run.layout import ADAPTER
+from grpo.run.layout import ADAPTER, UNFINISHED
 from grpo.settings import Settings
 
-UNFINISHED = "adapter.tmp"  # The folder in OUTPUT_DIR that the adapter is written to.
 LOG_LINES = 10  # The training prints about this many lines.
 
 
@@ -76,6 +76,7 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
             train_dataset=Dataset.from_dict(tokenize_pairs(tokenizer, [row.prompt for row in resolved.rows], answers)),
             processing_class=tokenizer,
             peft_config=LoraConfig(**lora_options(s)),
+            callbacks=[FiniteCallback()],
         )
     policy: PeftModel = trainer.accelerator.unwrap_model(trainer.model)
     if s.INIT_ADAPTER:
@@ -90,9 +91,5 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
     shutil.rmtree(unfinished, ignore_errors=True)  # A killed process may have left one.
     policy.save_pretrained(str(unfinished))
     tokenizer.save_pretrained(str(unfinished))
-    adapter = folder / f"{ADAPTER}.tmp"
-    for path in sync_files(unfinished):
-        os.replace(path, adapter if path.name == ADAPTER else folder / path.name)
-    unfinished.rmdir()
-    os.replace(adapter, folder / ADAPTER)  # Last, because a folder with this file counts as complete.
+    move_files(unfinished, folder, ADAPTER)  # The adapter is last: a folder with this file counts as complete.
     return folder

@@ -27,6 +27,7 @@ from grpo.learn.answer_rewards import RewardLookup, expected_text
 from grpo.learn.context import RunContext
 from grpo.learn.distributed import ROLLOUT
 from grpo.learn.expected_reward import AnswerRewards, StepRewards, action_tokens
+from grpo.learn.finite import FiniteCallback
 from grpo.learn.learner import Batch, Learner
 from grpo.learn.scored_rollout import ScoredRollout
 from grpo.learn.timer import StepTimerCallback
@@ -98,7 +99,13 @@ class Trainer(Learner):
         data = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
         with experts_wrapped(model):
             super().__init__(
-                model, list(rewards), config, data, processing_class=tokenizer, peft_config=lora, callbacks=[self.timer]
+                model,
+                list(rewards),
+                config,
+                data,
+                processing_class=tokenizer,
+                peft_config=lora,
+                callbacks=[self.timer, FiniteCallback()],
             )
         # transformers sets it when training begins, but losses are computed before that too.
         self.current_gradient_accumulation_steps = 1
@@ -151,13 +158,15 @@ class Trainer(Learner):
             self._save_checkpoint(self.model, None)
 
     # A dataloader takes any sequence of indices: here the prompts' order, each prompt for all its completions. It asks
-    # for a rollout's prompts once for each step that shares them.
+    # for a rollout's prompts once for each step that shares them. It must end with the run's last step: transformers
+    # trains on while there are prompts, and a run that continues from that step would make one more.
     def _get_train_sampler(self, dataset: Dataset | None = None) -> list[int]:  # type: ignore[override]
         s = self.run.settings
         prompts, rollouts = s.STEPS_PER_GENERATION * s.PROMPTS_PER_STEP, -(-s.TOTAL_STEPS // s.steps_per_rollout)
         order = list(prompt_order(len(self.run.rows), s.SEED, rollouts * prompts))
         starts = [start for start in range(0, len(order), prompts) for _ in range(s.steps_per_rollout)]
-        return [row for n in starts for row in order[n : n + prompts] for _ in range(s.NUM_GENERATIONS)]
+        steps = starts[: s.TOTAL_STEPS]
+        return [row for n in steps for row in order[n : n + prompts] for _ in range(s.NUM_GENERATIONS)]
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         """Generates the rollout of a step; TRL calls this."""

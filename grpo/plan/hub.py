@@ -71,12 +71,17 @@ class ModelFiles:
     commit: str | None = None  # The Hub's commit that the files are of.
 
 
+def is_no_hub_id(model_id: str) -> bool:
+    """Whether a MODEL_ID cannot be one of the Hub's, owner/name: then it is meant to be a folder."""
+    return model_id.startswith((".", "/", "~")) or model_id.count("/") != 1
+
+
 def find_model(model_id: str, problems: Problems, commit: str | None = None) -> ModelFiles | None:
     """The small files of MODEL_ID, which is a local folder, `tiny` or a Hub id; None after a problem. `commit` is the
     Hub's commit that a run began with; without it the newest is taken."""
     local = TINY_PATH if model_id == "tiny" else Path(model_id)
     is_local = bool(model_id) and os.path.isdir(local)  # Path.is_dir may raise for odd names, os.path.isdir never does.
-    if not is_local and (model_id.startswith((".", "/", "~")) or model_id.count("/") != 1):
+    if not is_local and is_no_hub_id(model_id):
         fix = f"Use {REAL_MODEL}, tiny, or an existing folder"
         problems.add("MODEL_ID", f"{model_id!r} is neither a folder nor a Hub id", fix)
         return None

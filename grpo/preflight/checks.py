@@ -218,13 +218,15 @@ def keep_generation_batch(resolved: ResolvedRun, problems: Problems) -> Resolved
     if not state.step or not resolved.plan:
         return resolved
     rollouts, recorded = state.choices.get("rollouts"), object_at(state.choices, "plan").get("generation_batch")
+    if not isinstance(recorded, int) or recorded < 1 or settings.completions_per_rollout % recorded:
+        recorded = None  # The record was edited.
     began_with_vllm = bool(rollouts[0]) if isinstance(rollouts, list) and rollouts else resolved.use_vllm
     if began_with_vllm != resolved.use_vllm and settings.USE_VLLM is None:
         before, now = f"USE_VLLM={int(began_with_vllm)}", f"USE_VLLM={int(resolved.use_vllm)}"
         fault = f"the run in {state.folder} was started with {before}, now it is {int(resolved.use_vllm)}"
         fault += f" ({resolved.reasons['use_vllm']})"
         problems.add("USE_VLLM", fault, f"Set {before} to continue as before, or {now} to change it")
-    elif began_with_vllm == resolved.use_vllm and isinstance(recorded, int) and settings.GENERATION_BATCH is None:
+    elif began_with_vllm == resolved.use_vllm and recorded and settings.GENERATION_BATCH is None:
         reason = "as the run was started"
         plan = dataclasses.replace(resolved.plan, generation_batch=recorded, generation_batch_reason=reason)
         return dataclasses.replace(resolved, plan=plan)

@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo.data.prompts import ANSWER_BEFORE
 from grpo.run.durable import whole_file
 from grpo.run.layout import BEST, run_folder, zip_path
-from grpo.settings import ROOT, Settings
+from grpo.settings import ROOT, Settings, log
 
 TINY = "data/tiny"  # The tiny model's folder in the project.
 
@@ -94,14 +94,18 @@ def without_paths(folder: Path, text: str) -> str:
 
 
 def write_zip(folder: Path) -> Path:
-    """Writes OUTPUT_DIR.zip beside OUTPUT_DIR, whole or not at all, and returns its path. It holds all files but
-    pickles, links and unfinished ones, best/ first; this machine's paths are taken out of FILES_WITH_PATHS alone."""
+    """Writes OUTPUT_DIR.zip beside OUTPUT_DIR, whole or not at all, and returns its path. It holds all readable files
+    but pickles, links and unfinished ones, best/ first; this machine's paths are taken out of FILES_WITH_PATHS alone.
+    """
     with (
         whole_file(zip_path(folder)) as temporary,
         zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive,
     ):
         for path in sorted(folder.rglob("*"), key=lambda path: (not path.is_relative_to(folder / BEST), path)):
             if path.is_symlink() or not path.is_file() or path.suffix in (*PICKLES, ".tmp"):
+                continue
+            if not os.access(path, os.R_OK):
+                log.warning("the zip lacks %s, which cannot be read", path)
                 continue
             # A zip's names are UTF-8; those of this file system may be any bytes.
             name = os.fsencode(path.relative_to(folder.parent)).decode("utf-8", "backslashreplace")

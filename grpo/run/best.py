@@ -2,6 +2,7 @@
 """The best adapter of the steps that were evaluated, in OUTPUT_DIR/best."""
 
 import contextlib
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -53,6 +54,13 @@ def read_best(folder: Path) -> Record:
     return {}
 
 
+def is_whole(record: Record) -> bool:
+    """Whether a best.json has all that the choice of the best adapter reads: the file may have been edited."""
+    if not record.keys() >= {"by", "measured", "evaluated", "step", "value"}:
+        return False
+    return math.isfinite(record["value"]) and all("step" in row for row in record["evaluated"])
+
+
 def keep_best(
     folder: Path,
     best_by: str,
@@ -71,7 +79,7 @@ def keep_best(
     if values.get(column) is None or base.get(column) is None:
         return {}
     record = read_best(folder)
-    if (record.get("by"), record.get("measured")) != (best_by, measured):
+    if not is_whole(record) or (record["by"], record["measured"]) != (best_by, measured):
         record = {"by": best_by, "figure": column, "base": dict(base), "measured": measured, "evaluated": []}
     steps = {row["step"]: row for row in record["evaluated"]} | {values["step"]: dict(values)}
     record["evaluated"] = [steps[step] for step in sorted(steps)]
@@ -128,7 +136,7 @@ def describe_best(record: Record) -> str:
 
 def loading_advice(record: Record, last_step: int) -> str:
     """A paragraph of the run's model card on which adapter to load: that in best/, or that of `last_step` beside it."""
-    if not record:
+    if not record.keys() >= {"better_than_base", "in_words"}:
         return "**Nothing was measured** on held-out rows: whether this adapter beats the base model is not known.\n"
     if not record["better_than_base"]:
         return f"**No adapter beats the base model**: {record['in_words']}; it is in `best/`.\n"

@@ -50,14 +50,25 @@ def sync(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> list[Path]:
-    """Syncs all files below a folder and returns their paths in order. Weights become as readable as
-    their folder, because safetensors lets only their owner read them."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Syncs all readable files below a folder, no links, and returns their paths in order. Weights become as readable
+    as their folder, because safetensors lets only their owner read them."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    paths = sorted(path for path in files if os.access(path, os.R_OK))
     for path in paths:
-        if path.suffix == ".safetensors":
+        if path.suffix == ".safetensors" and path.stat().st_uid == os.geteuid():
             path.chmod(path.stat().st_mode | path.parent.stat().st_mode & 0o444)
         sync(path)
     return paths
+
+
+def move_files(source: Path, target: Path, last: str) -> None:
+    """Moves all files of the folder `source` into `target`, the one called `last` at the end, and deletes `source`.
+    Each file appears whole, and a link or a pipe of its name is replaced, not written to."""
+    staged = target / f"{last}.tmp"
+    for path in sync_files(source):
+        os.replace(path, staged if path.name == last else target / path.name)
+    source.rmdir()
+    os.replace(staged, target / last)
 
 
 @contextlib.contextmanager
@@ -81,11 +92,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_named(path: Path, text: str) -> None:
-    """`write_text` for a file that the user named: it may be a link, a pipe or a device such as /dev/stdout."""
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-    else:
-        write_text(path.resolve(), text)
+    """`write_text` for a file that the user named: it may be a link, a pipe or a device such as /dev/stdout. Raises
+    OSError with the file's name, which a full disk's own error lacks."""
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_text(path.resolve(), text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def check_writable(path: Path, problems: Problems) -> None:

@@ -4,6 +4,7 @@
 Under torchrun, whose own exit code is 1 for every reason, the code and the reason are written into OUTPUT_DIR. A reader
 that closes the output (`| head`) does not change the exit code of a run."""
 
+import errno
 import json
 import logging
 import os
@@ -24,7 +25,9 @@ from grpo.run.ranks import RankLost, Ranks
 from grpo.settings import InputError, Settings, format_exception, log, one_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SAME_REQUEST_S = 10.0  # Two SIGTERMs within this time are one request, which a launcher has sent twice.
+# Two SIGTERMs within this time are one request: a launcher has sent it twice, or a supervisor such as systemd has sent
+# it to every process, and the script above this one passed its own on.
+SAME_REQUEST_S, SAME_REQUEST_LAUNCHED_S = 1.0, 10.0
 
 
 def ignore_signals() -> None:
@@ -53,10 +56,12 @@ class StopRequest:
         """Handles a signal; raises KeyboardInterrupt(number) to end the run at once. These are ignored:
         - torchrun's SIGTERM after another process has ended: the run is about to report which one;
         - a second SIGHUP, as shell and kernel both send one when a terminal is lost;
-        - a second SIGTERM within SAME_REQUEST_S under a launcher: Slurm and scripts/torchrun.sh signal every process.
+        - a second SIGTERM within SAME_REQUEST_S, longer under a launcher: Slurm and scripts/torchrun.sh signal every
+          process.
         """
-        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + SAME_REQUEST_S
-        if self.ranks.is_broken() or (self.ranks.launched and same_request):
+        same_request_s = SAME_REQUEST_LAUNCHED_S if self.ranks.launched else SAME_REQUEST_S
+        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + same_request_s
+        if self.ranks.is_broken() or same_request:
             return
         self.received = time.monotonic()
         if number == signal.SIGHUP:
@@ -72,11 +77,13 @@ class StopRequest:
 
 
 class RunFailure(RuntimeError):
-    """A failure with an exit `code` of its own. `label` precedes its message; `is_zipped`: the run's zip is written."""
+    """A failure with an exit `code` of its own. `label` precedes its message; `is_zipped`: the run's zip is written;
+    `continues`: the message lacks what the same command does next, and the end of the run adds it."""
 
     code = 1
     label = "run"
     is_zipped = True
+    continues = False
 
 
 class UnloadableModel(RunFailure):
@@ -112,6 +119,9 @@ def handle_failure(
         code = 128 + (error.args[0] if error.args else signal.SIGINT)
     elif isinstance(error, RunFailure):
         log.critical("%s: %s", error.label, error)
+        if error.continues:
+            again = "where it fails at the same step again, start another run from a checkpoint (INIT_ADAPTER)"
+            log.critical("%s; %s with a lower LEARNING_RATE", advice, again)
         code, is_zipped = error.code, error.is_zipped
     elif torch and isinstance(error, torch.OutOfMemoryError):
         fix, is_zipped = "free some of the GPU", True
@@ -209,10 +219,15 @@ def end_quietly(main: Callable[[], int]) -> int:
         return code
 
 
+# Disks and permissions, which the user can mend: other OSErrors may be a fault of the program.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+
+
 def run_script(main: Callable[[], int]) -> int:
-    """`end_quietly` for a script: it prints the problems of an InputError, a RunFailure or a RewardError and returns
-    their exit code. The first SIGINT, SIGTERM or SIGHUP ends the script by KeyboardInterrupt, so that its temporary
-    files are removed; the second one ends it at once."""
+    """`end_quietly` for a script: it prints the problems of an InputError, a RunFailure, a RewardError or a disk, and
+    returns their exit code. Output that is cut off, as by a full disk, is no success. The first SIGINT, SIGTERM or
+    SIGHUP ends the script by KeyboardInterrupt, so that its temporary files are removed; the second ends it at once.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for handled in SIGNALS:
@@ -222,8 +237,20 @@ def run_script(main: Callable[[], int]) -> int:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP.
             signal.signal(number, interrupt)
+
+    def flushed_main() -> int:
+        code = main()
+        sys.stdout.flush()
+        return code
+
     try:
-        return end_quietly(main)
+        return end_quietly(flushed_main)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        print(f"{error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
+        return 1
     except InputError as error:
         print(*error.args, sep="\n", file=sys.stderr)
         return 2

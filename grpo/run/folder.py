@@ -12,7 +12,14 @@ from pathlib import Path
 from grpo.data.files import Row, data_fingerprint
 from grpo.run import layout
 from grpo.run.best import adapter_fault
-from grpo.run.checkpoints import CUT_OFF, begins_with, checkpoints, find_checkpoint, retire_checkpoint
+from grpo.run.checkpoints import (
+    CUT_OFF,
+    begins_with,
+    checkpoints,
+    find_checkpoint,
+    retire_checkpoint,
+    rotate_checkpoints,
+)
 from grpo.run.durable import Record, file_sha256, read_sealed, sync_files, write_sealed
 from grpo.run.layout import ADAPTER, ANOTHER_DIR, BEST, COMPLETE, DELETING, EXIT, LOGS, MANIFEST, NO_RUN, SETTINGS
 from grpo.settings import MAY_CHANGE, Problems, Settings, show
@@ -64,6 +71,10 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
     """The state of the run in OUTPUT_DIR. Adds a problem for each reason why this run must not go on there."""
     folder, where = layout.run_folder(settings), f"OUTPUT_DIR={settings.OUTPUT_DIR}"
     if not layout.check_output_dir(settings, problems):
+        return RunState(folder)
+    before = len(problems)
+    layout.check_entries(settings, problems)
+    if len(problems) > before:
         return RunState(folder)
     if not folder.exists() or all(path.name in NO_RUN for path in folder.iterdir()):
         archive = layout.zip_path(folder)
@@ -178,6 +189,7 @@ def prepare_run(state: RunState, settings: Settings, records: Mapping[str, Recor
     for step, path in checkpoints(folder):
         if step > state.step:  # The run cannot continue from this one: see `find_checkpoint`.
             retire_checkpoint(path)
+    rotate_checkpoints(folder, settings.SAVE_TOTAL_LIMIT)  # A kill may have come before the last rotation's end.
     cut_logs(folder, state.checkpoint)
     for name, record in records.items():
         write_sealed(folder / name, record)

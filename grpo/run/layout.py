@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,19 +26,29 @@ COMPLETE = "complete.json"  # The last file of a run, written after its zip.
 EXIT = "exit.json"  # The exit code and reason of a run under torchrun.
 MANIFEST = "manifest.json"  # The last file of a checkpoint.
 ADAPTER = "adapter_model.safetensors"
+UNFINISHED = "adapter.tmp"  # The folder that the adapter is written to, before its files are moved to OUTPUT_DIR.
 BEST = "best"  # The folder of the best evaluated adapter.
 LOGS = ("metrics.csv", "completions.csv")
+APPENDED = (*LOGS, "training.log")  # The files that a run that continues appends to.
 # What a folder without a run may hold: a file that a kill in a run's first write left, and a new file system's folder.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
 ANOTHER_DIR = "choose another OUTPUT_DIR"
-# The names of all files and folders that a run writes. OVERWRITE=1 deletes them.
-RUN_FILES = re.compile(
+# The names of all folders and files that a run writes. OVERWRITE=1 deletes them.
+RUN_FOLDERS = re.compile(
     r"(superseded-)?checkpoint-\d+(\.\d+)?|superseded-(adapter-\w+|best)(\.\d+)?|best(\.old|\.tmp)?|adapter\.tmp"
-    r"|report|runs|((metrics|completions)\.csv|report\.html|training\.log|README\.md"
+    r"|report|runs"
+)
+RUN_FILES = re.compile(
+    r"((metrics|completions)\.csv|report\.html|training\.log|README\.md"
     r"|(settings|versions|evaluation|closed_loop|complete|exit|adapter_config)\.json|adapter_model\.safetensors"
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template\.jinja|tokenizer\.model"
     r"|training_args\.bin)(\.tmp)?"
 )
+
+
+def is_of_run(name: str) -> bool:
+    """Whether a run writes a file or a folder of this name into OUTPUT_DIR."""
+    return bool(RUN_FOLDERS.fullmatch(name) or RUN_FILES.fullmatch(name))
 
 
 def existing_parent(path: Path) -> Path:
@@ -108,9 +119,54 @@ def check_output_dir(settings: Settings, problems: Problems) -> bool:
         problems.add(where, fault, "Name a folder for the run")
         return False
     for path in {parent, existing_parent(folder.parent)}:
-        if not os.access(path, os.W_OK) or not folder.name:
+        if not os.access(path, os.W_OK | os.X_OK) or not folder.name:
             problems.add(where, f"{path} is not writable", "Choose a writable folder inside a writable one")
+    if not os.access(parent, os.R_OK | os.X_OK):
+        problems.add(where, f"{parent} cannot be read", "Make it readable, or choose another folder")
+        return False
     return bool(folder.name)
+
+
+def entry_fault(path: Path) -> str | None:
+    """Why a run cannot use this file or folder of its own in OUTPUT_DIR, if it is there: another kind of file, which
+    may hang the run or lead out of OUTPUT_DIR, or no access. None if it can."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    is_folder = bool(RUN_FOLDERS.fullmatch(path.name))
+    if stat.S_ISLNK(mode):
+        return f"{path.name} is a link, and the run would follow it out of the folder"
+    if is_folder != stat.S_ISDIR(mode) or not (is_folder or stat.S_ISREG(mode)):
+        return f"{path.name} is no {'folder' if is_folder else 'regular file'}"
+    if not os.access(path, os.R_OK | (os.X_OK if is_folder else 0)):
+        return f"{path.name} cannot be read"
+    # Other files are replaced as a whole, which their folder alone decides.
+    if (is_folder or path.name in APPENDED) and not os.access(path, os.W_OK):
+        return f"{path.name} cannot be written"
+    return None
+
+
+def check_entries(settings: Settings, problems: Problems) -> None:
+    """Adds a problem if the run could not use what lies in OUTPUT_DIR, or the zip beside it. OVERWRITE=1 deletes all of
+    it, for which folders alone matter."""
+    folder, names = run_folder(settings), set[str]()
+    if folder.is_dir():
+        names = {path.name for path in folder.iterdir() if is_of_run(path.name) or path.name == DELETING}
+    if settings.OVERWRITE:
+        folders = [Path(part, name) for part, inside, _ in os.walk(folder) for name in inside]
+        ours = [path for path in folders if path.relative_to(folder).parts[0] in names and not path.is_symlink()]
+        closed = sorted(path for path in ours if not os.access(path, os.R_OK | os.W_OK | os.X_OK))
+        faults = [f"{path.relative_to(folder)} cannot be deleted" for path in closed]
+    else:
+        faults = list(filter(None, (entry_fault(folder / name) for name in sorted(names))))
+    archive = zip_path(folder)
+    for path in (archive, archive.with_name(archive.name + ".tmp")):
+        if path.is_dir():
+            faults.append(f"{path} is a folder, in the place of the run's zip")
+    if faults:
+        shown = "; ".join(faults[:5]) + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
+        problems.add(f"OUTPUT_DIR={settings.OUTPUT_DIR}", shown, f"Mend it or move it away, or {ANOTHER_DIR}")
 
 
 def lock_output_dir(environ: Mapping[str, str]) -> tuple[RunLock | None, str | None]:
@@ -139,7 +195,7 @@ def delete_run(folder: Path) -> None:
         os.replace(folder / SETTINGS, folder / DELETING)
     zip_path(folder).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if RUN_FILES.fullmatch(path.name):
+        if is_of_run(path.name):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

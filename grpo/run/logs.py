@@ -20,7 +20,7 @@ from statistics import fmean, median
 
 from grpo.data.scoring import Completion, completion_rates
 from grpo.run.layout import LOGS
-from grpo.settings import Settings, log
+from grpo.settings import Settings, log, printable
 from grpo.settings_table import TASK_FIGURES
 from rewards import best_action
 
@@ -322,6 +322,13 @@ def detach_closed_terminal() -> None:
             os.close(null)
 
 
+class PlainFormatter(logging.Formatter):
+    """Formats messages without a terminal's control characters, which a model's answers may hold."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 class TerminalHandler(logging.StreamHandler):
     """Writes to stdout until nobody reads it any more."""
 
@@ -331,7 +338,7 @@ class TerminalHandler(logging.StreamHandler):
 
 def start_logging(folder: Path) -> None:
     """Logs to the terminal and to training.log; libraries' messages and Python's warnings go there as well."""
-    formatter = logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
+    formatter = PlainFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
     terminal, file = TerminalHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")

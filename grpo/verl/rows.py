@@ -13,9 +13,10 @@ from grpo.data.files import Row, label
 from grpo.data.heldout import read_split
 from grpo.data.prompts import TEMPLATE_COLUMNS, answer_of
 from grpo.data.reward_checks import check_heldout, check_rewards
-from grpo.plan.hub import REAL_MODEL, has_mxfp4
+from grpo.plan.hub import REAL_MODEL, has_mxfp4, is_no_hub_id
 from grpo.preflight.choices import choose_demo, choose_rewards
 from grpo.run.durable import read_json, whole_file, write_text
+from grpo.run.layout import check_output_dir
 from grpo.settings import FIELDS, Problems, load_settings
 
 # The settings of train_grpo.py that apply to verl too. verl's own options are in scripts/verl/*.yaml.
@@ -55,11 +56,16 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
     for name in sorted(name for name in FIELDS.keys() - SHARED if sources[name] == "environment"):
         problems.add(name, "verl does not read this setting of train_grpo.py", fix)
     model, folder = settings.MODEL_ID, Path(settings.MODEL_ID).expanduser().absolute()
-    if model in ("tiny", REAL_MODEL) or has_mxfp4(read_json(folder / "config.json", (OSError, ValueError))):
+    if model != "tiny" and not folder.is_dir() and is_no_hub_id(model):
+        problems.add(
+            "MODEL_ID", f"{model!r} is neither a folder nor a Hub id", "Name an existing folder, or owner/name"
+        )
+    elif model in ("tiny", REAL_MODEL) or has_mxfp4(read_json(folder / "config.json", (OSError, ValueError))):
         reason = "its experts are in MXFP4, and verl trains 16 bits"
         problems.add(f"MODEL_ID={model}", reason, "Name another model, or dequantize it: docs/verl.md")
     if settings.INVALID_REWARD is not None and settings.INVALID_REWARD != settings.INVALID_REWARD:
         problems.add("INVALID_REWARD=nan", "verl leaves no completion out", "Set a number, or unset it")
+    check_output_dir(settings, problems)
     with_demo = choose_demo(settings, sources)[0]
     if stage == "sft" and with_demo.EVAL_DATA is not None:
         # SFT evaluates nothing, so files of held-out rows are not read; rows that DATA holds out stay out.

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.plan.machine import installed_versions, read_machine
 from grpo.run.child import run_child
 from grpo.run.ending import run_script
-from grpo.settings import ROOT, InputError
+from grpo.settings import ROOT, InputError, in_range
 from grpo.verl.rows import read_input, write_data
 
 VERSION = "0.9.1"
@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=("sft", "ppo", "grpo"))
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="options of verl")
-    parser.add_argument("--gpus", type=int, help="GPUs of this machine (default: all that are visible)")
+    parser.add_argument(
+        "--gpus", type=in_range(1, 1024, int), help="GPUs of this machine (default: all that are visible)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print verl's command, write nothing")
     args = parser.parse_intermixed_args(argv)
     data, problems = read_input(os.environ, args.stage)

@@ -11,7 +11,7 @@ import pytest
 
 from grpo.data import scoring
 from grpo.data.files import Row
-from grpo.data.scoring import initial_trainer_state, load_rewards, read_completion, reward_callable, score
+from grpo.data.scoring import RewardError, initial_trainer_state, load_rewards, read_completion, reward_callable, score
 from grpo.settings import ROOT, Settings
 
 RESULTS = [
@@ -37,6 +37,28 @@ def test_what_a_reward_may_return(result, message, tmp_path, monkeypatch):
     expected = pytest.raises(RuntimeError, match=f"REWARDS: {name}:score {message}")
     with expected if message else contextlib.nullcontext():
         assert len(reward(["a", "b", "c"])) == 3
+
+
+ODD = """
+class Odd(Exception):
+    def __repr__(self):
+        return 1 / 0
+    __str__ = __repr__
+def raises(completions, **columns):
+    raise Odd
+def returns(completions, **columns):
+    return [Odd()]
+"""
+
+
+def test_objects_whose_text_raises_are_named(tmp_path, monkeypatch):
+    (tmp_path / "odd_rewards.py").write_text(ODD)
+    monkeypatch.chdir(tmp_path)
+    faults = {"raises": r"raised Odd: its text cannot be made: ZeroDivisionError \(odd_rewards.py, line 7\)"}
+    faults["returns"] = "returned its text cannot be made: ZeroDivisionError, which is neither"
+    for name, fault in faults.items():
+        with pytest.raises(RewardError, match=f"REWARDS: odd_rewards:{name} {fault}"):
+            reward_callable(f"odd_rewards:{name}", name, Settings())(["a"])
 
 
 def test_rates_of_completions():

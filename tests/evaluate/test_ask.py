@@ -50,6 +50,25 @@ def test_one_prompt(adapter, capsys, monkeypatch):
     assert printed.err.endswith(f"({adapter} holds the last step's adapter; step 5 is the best: {adapter / 'best'})\n")
 
 
+STRANGE = "\x1b]0;owned\x07\x9b31m\u202e[0]\n\tso"
+
+
+def test_a_strangers_answers_do_not_reach_the_terminal_as_commands(adapter, capsys, monkeypatch, tmp_path):
+    """Neither as an answer, nor in a table on a terminal, nor in the note on best/; a file gets what was answered."""
+    monkeypatch.setattr(ask, "ask", lambda options: [{"completion": STRANGE}])
+    monkeypatch.setattr("grpo.evaluate.adapter.read_best", lambda folder: {"in_words": STRANGE})
+    assert ask.main([str(adapter), QUESTION]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "\ufffd]0;owned\ufffd\ufffd31m\ufffd[0]\n\tso\n" and "\x1b" not in printed.err
+    assert ask.main([str(adapter), "--csv", "questions.csv"]) == 0 and STRANGE in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert ask.main([str(adapter), "--csv", "questions.csv"]) == 0
+    assert not {"\x1b", "\x9b", "\u202e"} & set(capsys.readouterr().out)
+    assert ask.main([str(adapter), f"\x9b{QUESTION}\u202e", "--serve"]) == 0
+    served = capsys.readouterr().out
+    assert "\\u009bhour 8" in served and "\\u202e" in served and not {"\x9b", "\u202e"} & set(served)
+
+
 def test_a_best_adapter_that_is_the_last_step_s_is_not_named(saved_adapter, tmp_path, capsys):
     folder = shutil.copytree(saved_adapter, tmp_path / "run")
     record = {"in_words": "step 30 is the best", "adapter_sha256": file_sha256(folder / ADAPTER)}

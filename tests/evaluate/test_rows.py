@@ -6,7 +6,9 @@ Run: python -m pytest tests/evaluate/test_rows.py
 
 import itertools
 import json
+import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import evaluate as ev
@@ -20,6 +22,7 @@ from grpo.data.files import data_fingerprint
 from grpo.data.heldout import date_of, hold_out
 from grpo.data.scoring import RewardError
 from grpo.evaluate import by_hand
+from grpo.evaluate.heldout import are_figures
 from grpo.run.durable import read_json, read_sealed
 from grpo.settings import InputError, Problems
 
@@ -181,3 +184,37 @@ def test_wrong_input_is_named(arguments, words, tmp_path, capsys, monkeypatch):
     shown = f"{capsys.readouterr().err} {caught.value}"
     assert all(part in shown for part in words.split("|")), shown
     assert [path.name for path in tmp_path.iterdir()] == ["bare.csv"]
+
+
+@pytest.mark.parametrize("named", [".", "adapter", "best"])
+def test_a_strangers_module_is_not_imported(saved_adapter, tmp_path, monkeypatch, named):
+    """`cd STRANGER; evaluate.py .`, its best/, and from the folder above, where it is a namespace package. With
+    --rewards the user asks for it."""
+    folder = shutil.copytree(saved_adapter, tmp_path / "adapter")
+    shutil.copytree(saved_adapter, folder / "best")
+    (folder / "stranger.py").write_text("print('imported', flush=True)\ndef score(completions, **columns): return [1]")
+    name = "adapter.stranger:score" if named == "adapter" else "stranger:score"
+    recorded = {"MODEL_ID": "tiny", "REWARDS": f"action,{name}=0.5"}
+    (folder / "settings.json").write_text(json.dumps({"settings": recorded}))
+    data = write_csv(tmp_path / "d.csv", HEADER, [["2025-01-01", "Rain?", 0, 1]])
+    monkeypatch.chdir(tmp_path if named == "adapter" else folder)
+    before = set(sys.modules)
+    with pytest.raises(InputError, match="is a module in the adapter's own folder. If you trust that code, give --rew"):
+        ev.main([named, "--data", str(data)])
+    assert not {"stranger", "adapter", "adapter.stranger"} & (set(sys.modules) - before)
+    options = ev.parse_args([named, "--data", str(data), "--rewards", name])
+    assert by_hand.strange_rewards(options, name) is None
+
+
+def test_figures_that_a_full_disk_does_not_take_are_printed(capsys):
+    with pytest.raises(OSError) as error:
+        by_hand.write_results(Path("/dev/full"), {"reward": 1.0}, "the table")
+    assert error.value.filename == "/dev/full" and capsys.readouterr().out == "the table\n"
+
+
+@pytest.mark.parametrize(
+    "value", [{}, None, {"reward": "x"}, {"reward": 1.0, "reward_by_prompt": [1.0], "functions": {}}]
+)
+def test_figures_that_no_run_wrote_are_measured_again(value):
+    whole = {"reward": 1.0, "reward_by_prompt": [1.0, None], "functions": {}}
+    assert are_figures(whole, 2) and not are_figures(value, 2)

@@ -184,3 +184,14 @@ def test_two_processes_learn_what_one_does(tiny, tmp_path):
     (alone,) = in_ranks(1, shared, tiny, tmp_path / "1")
     first, second = in_ranks(2, shared, tiny, tmp_path / "2")
     assert first == second and apart(torch.tensor(first), torch.tensor(alone)) < 2e-5
+
+
+@pytest.mark.parametrize("shared", [SHARED, {"STEPS_PER_GENERATION": 2, "NUM_ITERATIONS": 1}])
+def test_a_run_that_continues_from_its_last_step_trains_no_more(tiny, tmp_path, shared):
+    """The last rollout would feed another step. A kill between the last checkpoint and complete.json leaves this."""
+    parts = []
+    for checkpoint in (None, tmp_path / "checkpoint-3"):
+        adapter, metrics, _ = short_run(tiny, tmp_path, checkpoint, TOTAL_STEPS=3, **shared)
+        parts.append((adapter.tolist(), [row["step"] for row in metrics]))
+    assert parts[0] == parts[1] and parts[1][1] == ["1", "2", "3"]
+    assert not (tmp_path / "checkpoint-4").exists()

@@ -10,10 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 import sft
+import torch
 from conftest import CLEAN, RENDERED, ROOT, read_csv, run_python, run_script, write_csv
 from machines import only
 from safetensors.torch import load_file
 
+from grpo.learn.finite import NotFinite
 from grpo.learn.sft import learn_answers, sft_options, tokenize_pairs
 from grpo.model.load import load_tokenizer
 from grpo.preflight.checks import preflight
@@ -111,6 +113,21 @@ def test_what_sft_refuses(runs, tmp_path, monkeypatch):
         assert problem in only(sft_preflight(ENVIRON | {"DATA": str(data)}, tmp_path / "out")[0].problems)
     texts = write_csv(tmp_path / "texts.csv", ["prompt", "answer"], [["which?", "north"], ["why?", "so"]])
     assert not sft_preflight(ENVIRON | {"DATA": str(texts)}, tmp_path / "out")[0].problems, "it needs no rewards"
+
+
+def test_sft_writes_no_weights_that_are_not_finite(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.environ", ENVIRON | {"TOTAL_STEPS": "2"})
+    monkeypatch.setattr("accelerate.Accelerator.clip_grad_norm_", lambda self, parameters, *limit: spoil(parameters))
+    with pytest.raises(NotFinite, match="the gradient of step 1 is not finite"):
+        sft.main(["--out", str(tmp_path / "out")])
+    assert not list(tmp_path.rglob("*.*"))
+
+
+def spoil(parameters):
+    """Makes a gradient NaN where it would be clipped."""
+    gradient = next(parameter.grad for parameter in parameters if parameter.grad is not None)
+    gradient.view(-1)[0] = torch.nan
+    return torch.tensor(1.0)
 
 
 def test_sft_goes_on_where_it_was_killed_while_it_wrote(runs, tmp_path):

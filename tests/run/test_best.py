@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from damage import KINDS
 
 from grpo.run.best import adapter_fault, is_better, keep_best, loading_advice, read_best, recover_best, replace_best
+from grpo.run.durable import write_sealed
 from grpo.run.folder import ADAPTER, BEST
 
 
@@ -36,6 +39,14 @@ def test_the_best_step_is_kept_and_a_step_measured_again_changes_nothing(tmp_pat
     worse = kept(tmp_path, 150, 99.0, by="reward", reward=0.3)
     assert worse["better_than_base"] is False and "No adapter beats the base model" in loading_advice(worse, 150)
     assert "NOT BETTER than the base model" in read_best(tmp_path)["in_words"] and is_better("reward", 2, 1)
+
+
+@pytest.mark.parametrize("changes", [{"evaluated": [{}]}, {"value": math.nan}, {"value": None}, {"evaluated": None}])
+def test_a_record_with_a_valid_seal_that_no_run_wrote_begins_again(tmp_path, changes):
+    record = kept(tmp_path, 25, 12.0) | changes
+    write_sealed(tmp_path / BEST / "best.json", {name: value for name, value in record.items() if value is not None})
+    assert kept(tmp_path, 50, 15.0)["step"] == 50
+    assert "Nothing was measured" in loading_advice({"step": 5}, 5)
 
 
 @pytest.mark.parametrize("at", ["save", "write", "first rename", "second rename"])

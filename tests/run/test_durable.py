@@ -56,7 +56,11 @@ def test_who_may_read_a_folder_may_read_its_weights(tmp_path, mode):
     folder.chmod(mode)
     for name in ("adapter.safetensors", "own.txt"):
         (folder / name).touch(0o600)
+    outside = folder.with_name("outside.safetensors")
+    outside.touch(0o600)
+    (folder / "link.safetensors").symlink_to(outside)
     durable.sync_files(folder)
+    assert outside.stat().st_mode & 0o777 == 0o600, "a link leads to other people's files"
     modes = [(folder / name).stat().st_mode & 0o777 for name in ("adapter.safetensors", "own.txt")]
     assert modes == [0o600 | mode & 0o444, 0o600]
 

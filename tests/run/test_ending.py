@@ -29,6 +29,18 @@ def test_a_full_disk_of_the_terminal_does_not_change_the_exit_code():
     assert done.returncode not in (0, 5) and b"No space left" in done.stderr, "the work itself was cut short"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("length", [9, 100000])
+def test_answers_that_a_full_disk_cuts_off_are_no_success(length):
+    """`ask.py --csv questions.csv > answers.csv`"""
+    code = CODE.replace("end_quietly", "run_script").replace("or 5", "or 0")
+    with open("/dev/full", "w") as full:
+        environ = CLEAN | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+        command = [sys.executable, "-c", code, str(length)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environ)
+    assert (done.returncode, done.stderr) == (1, b"output: No space left on device\n")
+
+
 def test_a_reader_that_is_gone_is_the_signal_of_a_pipe():
     command = f"{sys.executable} -c '{CODE}' 1000000 | head -c 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, env=CLEAN | {"PYTHONPATH": str(ROOT)})
@@ -52,6 +64,7 @@ sys.exit(run_script(fail))
         ("InputError('a: no. Do b', 'c: no. Do d')", 2, "a: no. Do b\nc: no. Do d\n"),
         ("UnloadableModel('no weights')", 1, "model: no weights\n"),
         ("RewardError('REWARDS: f raised it')", 1, "REWARDS: f raised it\n"),
+        ("OSError(28, 'No space left on device', 'out.json')", 1, "out.json: No space left on device\n"),
     ],
 )
 def test_a_script_names_what_the_user_can_mend(error, code, shown):

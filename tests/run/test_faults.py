@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pty
+import re
+import shutil
 import signal
 import sys
 import time
@@ -15,12 +18,18 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPT
 from runs import environment, go_on, has_line, start_held, wait_until
+from safetensors.torch import load_file, save_file
 
 import train_grpo
 from grpo.evaluate.heldout import HeldoutEvaluation
+from grpo.learn.distributed import adapter_parameters
+from grpo.learn.learner import Learner
 from grpo.run import ending
+from grpo.run.checkpoints import finish_checkpoint
+from grpo.run.durable import read_sealed
 from grpo.run.ending import SIGNALS, StopRequest, UnloadableModel
 from grpo.run.folder import COMPLETE, find_checkpoint
+from grpo.run.layout import ADAPTER, MANIFEST
 
 
 @pytest.fixture
@@ -107,6 +116,62 @@ def test_a_reward_function_that_fails_loses_no_finished_step(run_here, monkeypat
     assert code == 0 and "continuing from step 3" in log
 
 
+@pytest.mark.parametrize(("step", "value"), [(3, math.nan), (4, math.inf)])
+def test_a_gradient_that_is_not_finite_is_neither_stepped_nor_saved(run_here, monkeypatch, tmp_path, step, value):
+    """Also in the last step. The next start continues from the checkpoint before it."""
+    real = Learner.learn
+
+    def learn(self, model, *arguments):
+        loss = real(self, model, *arguments)
+        if self.state.global_step == step - 1:
+            adapter_parameters(model)[-1].grad.view(-1)[0] = value
+        return loss
+
+    folder, settings = tmp_path / "run", {"TOTAL_STEPS": 4, "SAVE_STEPS": 1, "REWARDS": "action"}
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "learn", learn)
+        code, log = run_here(**settings)
+    assert code == 1 and f"the gradient of step {step} is not finite: the step was not made" in log
+    assert f"the same command continues from step {step - 1}; where it fails at the same step again" in log
+    assert "Traceback" not in log and not (folder / ADAPTER).exists()
+    assert find_checkpoint(folder)[0] == step - 1 and not (folder / f"checkpoint-{step}").exists()
+    code, log = run_here(**settings)
+    assert code == 0 and f"continuing from step {step - 1}" in log
+    for path in folder.rglob(ADAPTER):
+        assert all(tensor.isfinite().all() for tensor in load_file(path).values()), path
+
+
+def test_weights_that_are_not_finite_are_not_saved(run_here, monkeypatch, tmp_path):
+    """Where a finite gradient made them so; and where a checkpoint of an earlier version holds them."""
+    real, folder, settings = torch.optim.AdamW.step, tmp_path / "run", {"TOTAL_STEPS": 3, "SAVE_STEPS": 1}
+    settings["REWARDS"] = "action"
+
+    def step(self, *arguments, **options):
+        real(self, *arguments, **options)
+        if (folder / "checkpoint-1").exists():
+            self.param_groups[0]["params"][0].data[0] = math.inf
+
+    # The clock is set back all the time, which does not count.
+    monkeypatch.setattr("time.time", lambda: 3e9 - time.monotonic())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", step)
+        code, log = run_here(**settings)
+    assert code == 1 and "the weights are not finite after step 2: nothing of this step was saved" in log
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
+    weights = load_file(folder / "checkpoint-1" / ADAPTER)
+    save_file({name: tensor * math.nan for name, tensor in weights.items()}, folder / "checkpoint-1" / ADAPTER)
+    finish_checkpoint(folder / "checkpoint-1", {name: tuple(end) for name, end in ends_of(folder).items()})
+    code, log = run_here(**settings)
+    assert code == 1 and "the weights of checkpoint-1 are not finite: delete it to continue from" in log
+    shutil.rmtree(folder / "checkpoint-1")
+    code, log = run_here(**settings)
+    assert code == 0 and re.search(r"complete: 3 steps in \d+ s", log)
+
+
+def ends_of(folder):
+    return read_sealed(folder / "checkpoint-1" / MANIFEST)["ends"]
+
+
 def test_a_lost_terminal_does_not_keep_the_run_from_saving(tmp_path):
     """The run has a terminal of its own, whose other end is closed: then every write to it fails, and the kernel sends
     SIGHUP."""
@@ -152,3 +217,16 @@ def test_a_second_hang_up_is_ignored_and_a_second_ctrl_c_is_not(caplog):
     with pytest.raises(KeyboardInterrupt) as stop:
         request.receive(signal.SIGINT)
     assert stop.value.args == (signal.SIGINT,) and request.signal == signal.SIGHUP
+
+
+def test_a_supervisor_that_signals_every_process_asks_once(monkeypatch):
+    """As systemd does, and the script in between passes its own on. A second SIGTERM later ends the run at once."""
+    request, now = StopRequest(), 100.0
+    request.at_once = False
+    monkeypatch.setattr(ending.time, "monotonic", lambda: now)
+    request.receive(signal.SIGTERM)
+    now = 100.9
+    request.receive(signal.SIGTERM)
+    now = 101.1
+    with pytest.raises(KeyboardInterrupt):
+        request.receive(signal.SIGTERM)

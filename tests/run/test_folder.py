@@ -7,11 +7,15 @@ import dataclasses
 import json
 import os
 import shutil
+import tempfile
+import zipfile
+from pathlib import Path
 
 import pytest
 from machines import only
 from run_folders import PER_STEP, ROW, inspect, run_dir, write_steps
 
+from grpo.run.archive import write_zip
 from grpo.run.checkpoints import retire_checkpoint, rotate_checkpoints
 from grpo.run.durable import read_sealed, sealed
 from grpo.run.folder import prepare_run, recorded_commit
@@ -136,6 +140,122 @@ def test_the_last_checkpoints_by_step_stay_and_so_do_superseded_ones(tmp_path):
     rotate_checkpoints(tmp_path, 2)
     names = ["checkpoint-10", "checkpoint-11", "superseded-checkpoint-8"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_checkpoint_that_a_kill_in_rotation_left_is_deleted(tmp_path):
+    """After the last step no other rotation comes."""
+    settings, folder = run_dir(tmp_path, SAVE_TOTAL_LIMIT=1)
+    (folder / "checkpoint-2" / "optimizer.pt").unlink()
+    prepare_run(inspect(settings)[0], settings, {})
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def put_pipe(path):
+    os.mkfifo(path)
+
+
+def put_link(path):
+    path.symlink_to(path.parents[1] / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "put", "words"),
+    [
+        ("adapter_config.json", put_pipe, "adapter_config.json is no regular file"),
+        ("chat_template.jinja", put_pipe, "chat_template.jinja is no regular file"),
+        ("training.log", Path.mkdir, "training.log is no regular file"),
+        ("settings.json.tmp", Path.mkdir, "settings.json.tmp is no regular file"),
+        ("best", Path.touch, "best is no folder"),
+        ("runs", put_pipe, "runs is no folder"),
+        ("report", put_link, "report is a link, and the run would follow it out of the folder"),
+        ("training.log", put_link, "training.log is a link"),
+        ("best.tmp", put_link, "best.tmp is a link"),
+        ("checkpoint-9", put_link, "checkpoint-9 is a link"),
+        ("deleting.json", Path.mkdir, "deleting.json is no regular file"),
+    ],
+)
+def test_what_a_run_would_write_through_or_hang_at_is_refused(tmp_path, name, put, words):
+    settings, folder = run_dir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    put(folder / name)
+    problem = only(inspect(settings)[1])
+    assert problem.startswith(f"OUTPUT_DIR={folder}: {words}") and "move it away" in problem
+    if name != "deleting.json":
+        prepare_run(inspect(settings, OVERWRITE=True)[0], dataclasses.replace(settings, OVERWRITE=True), {})
+        assert not os.path.lexists(folder / name) and (tmp_path / "elsewhere").is_dir()
+
+
+def test_a_folder_in_the_place_of_the_zip_is_refused(tmp_path):
+    settings, _ = run_dir(tmp_path)
+    (tmp_path / "run.zip").mkdir()
+    assert "run.zip is a folder, in the place of the run's zip" in only(inspect(settings)[1])
+    assert "run.zip is a folder" in only(inspect(settings, OVERWRITE=True)[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "words"),
+    [
+        ("metrics.csv", 0o444, "metrics.csv cannot be written"),
+        ("settings.json", 0, "settings.json cannot be read"),
+        ("checkpoint-4", 0, "checkpoint-4 cannot be read"),
+        ("checkpoint-4", 0o555, "checkpoint-4 cannot be written"),
+        ("checkpoint-4/trainer_state.json", 0, None),
+        (".", 0o300, "cannot be read"),
+    ],
+)
+def test_a_normal_users_closed_files_are_named(open_path, name, mode, words):
+    """Root may read and write everything. A checkpoint with a closed file is passed over, and that file is not in the
+    zip."""
+    settings, folder = run_dir(open_path)
+
+    def look():
+        state, problems = inspect(settings)
+        if problems:
+            return [*problems]
+        with zipfile.ZipFile(write_zip(folder)) as archive:
+            return [state.step, [path for path in archive.namelist() if path.endswith("4/trainer_state.json")]]
+
+    assert look() == [
+        4,
+        ["run/checkpoint-4/trainer_state.json"],
+    ]  # Also so that Python has loaded all that the other user's process needs.
+    for path in (open_path, *open_path.rglob("*")):
+        os.chown(path, 65534, 65534)
+    (folder / name).chmod(mode)
+    seen = as_normal_user(look)
+    if words:
+        assert words in only(seen) and seen[0].startswith(f"OUTPUT_DIR={folder}: ")
+        if name != ".":
+            only(as_normal_user(lambda: [*inspect(settings, OVERWRITE=True)[1]] or ["none"]))
+    else:
+        assert seen == [2, []]
+
+
+@pytest.fixture
+def open_path():
+    """A temporary folder below which others may come: pytest's own are closed to them."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def as_normal_user(function):
+    """What a function returns in a process without root's rights, as JSON."""
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            os.write(sender, json.dumps(function()).encode())
+        except BaseException as error:
+            os.write(sender, json.dumps([f"raised {error!r}"]).encode())
+        os._exit(0)
+    os.close(sender)
+    os.waitpid(child, 0)
+    with open(receiver, "rb") as file:
+        return json.loads(file.read())
 
 
 def test_overwrite_does_not_delete_the_adapter_that_the_run_starts_from(tmp_path):

@@ -19,7 +19,7 @@ from grpo.evaluate.adapter import recorded_settings
 from grpo.evaluate.report import choices_rows, facts, settings_rows
 from grpo.evaluate.run_data import read_run
 from grpo.run.archive import write_zip
-from grpo.run.best import keep_best, read_best
+from grpo.run.best import keep_best, loading_advice, read_best
 from grpo.run.checkpoints import checkpoints
 from grpo.run.durable import TYPES, is_intact, read_json, read_sealed, write_sealed
 from grpo.run.folder import complete_steps, continuation
@@ -71,7 +71,7 @@ def read_everything(run_settings, folder):
     inspect(run_settings, OVERWRITE=True)
     continuation(folder, run_settings.OVERWRITE)
     complete_steps(folder)
-    read_best(folder)
+    loading_advice(read_best(folder), 5)
     is_intact(folder / "evaluation.json")
     recorded_settings(folder / "checkpoint-4", {})
     with suppress(InputError):

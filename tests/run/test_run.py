@@ -156,6 +156,20 @@ def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_
     assert_same_run(folder, whole_run)
 
 
+def test_a_run_writes_through_nothing_that_came_into_its_folder(tmp_path):
+    """While it trained: pipes, which would hang it at its end, and a link out of the folder."""
+    folder, outside = tmp_path / "run", tmp_path / "outside.json"
+    process = start_held(folder, 1, TOTAL_STEPS=2)
+    for name in ("adapter_config.json", "chat_template.jinja", "tokenizer.json"):
+        os.mkfifo(folder / name)
+    outside.write_text("mine")
+    (folder / "tokenizer_config.json").symlink_to(outside)
+    go_on(folder)
+    assert "complete: 2 steps" in finish(process) and outside.read_text() == "mine"
+    assert all(path.is_file() and not path.is_symlink() for path in folder.glob("*.*"))
+    assert not (folder / "adapter.tmp").exists() and "for data/tiny" in (folder / "README.md").read_text()
+
+
 def test_overwrite_starts_again_with_files_of_other_columns_and_a_users_own_reward(tmp_path, whole_run):
     """TRL takes the columns from the first completion of a step: whichever file it comes from, all must be there. Also
     luspo, a KL penalty, NaN for invalid answers and batches of its own: another run in the same folder."""

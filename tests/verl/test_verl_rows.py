@@ -94,6 +94,9 @@ def test_what_verl_reads(environ):
 RENDERS = "rendered.csv, row 1: it is rendered, and verl renders every prompt itself"
 REFUSED = [
     ({"MODEL_ID": "mxfp4"}, "its experts are in MXFP4, and verl trains 16 bits"),
+    ({"MODEL_ID": "/no/such/llama"}, "MODEL_ID: '/no/such/llama' is neither a folder nor a Hub id"),
+    ({"MODEL_ID": "models/my/llama"}, "MODEL_ID: 'models/my/llama' is neither a folder nor a Hub id"),
+    ({"OUTPUT_DIR": "rendered.csv/out"}, "rendered.csv is a file, not a folder"),
     ({"LEARNING_RATE": "1e-5"}, "LEARNING_RATE: verl does not read this setting of train_grpo.py. Unset it"),
     ({"INVALID_REWARD": "nan"}, "INVALID_REWARD=nan: verl leaves no completion out"),
     ({"DATA": "rendered.csv"}, RENDERS),

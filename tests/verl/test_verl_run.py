@@ -208,3 +208,10 @@ def test_the_manager_tells_tokens_and_end(monkeypatch):
         assert result == {"reward_score": 0.5, "reward_extra_info": {"score": 0.5}}
         extra_info = {"row": "r", "truncated": truncated, "completion_ids": ids, "harmony": True}
         assert calls.pop() == {"solution_str": text, "extra_info": extra_info}
+
+
+@pytest.mark.parametrize("gpus", ["-3", "0", "2.5"])
+def test_there_is_no_such_number_of_gpus(settings, capsys, gpus):
+    with pytest.raises(SystemExit) as end:
+        script.main(["grpo", "--dry-run", "--gpus", gpus])
+    assert end.value.code == 2 and "is not int from 1 to" in capsys.readouterr().err
