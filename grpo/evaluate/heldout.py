@@ -9,7 +9,7 @@ from typing import Any
 
 import rewards
 from grpo.data.files import Row, column_names, data_fingerprint
-from grpo.data.heldout import date_of
+from grpo.data.heldout import date_of, group_of
 from grpo.data.reward_checks import ANSWER_TURN, GARBAGE, completion_text
 from grpo.data.scoring import Completion, Reward, completion_rates, read_completions, score, total
 from grpo.evaluate.models import EvaluatedModel, TrainedModel
@@ -37,9 +37,9 @@ class HeldoutEvaluation:
 
     @property
     def clusters(self) -> list[tuple[str, str]]:
-        """The cluster of each row for confidence intervals: its day, because hours of a day resemble each other, or the
-        row itself if it has no date."""
-        return [(row.file, date_of(row) or f"row {row.number}") for row in self.rows]
+        """The cluster of each row for confidence intervals: its day, because hours of a day resemble each other, or its
+        prompt if it has no date. The file does not matter: the same day in two files is one day."""
+        return list(map(group_of, self.rows))
 
     def add_models(self, results: Results, names: Sequence[str]) -> None:
         """Measure the models in `names` that the results lack: `before` is the base model, `after` the adapter. With
@@ -91,7 +91,7 @@ class HeldoutEvaluation:
         columns = column_names(self.rows)
         return completions, score(self.functions, completions, completion_ids, columns, self.state)
 
-    def function_figures(self, scores: Sequence[Sequence[Sequence[float]]]) -> dict[str, dict[str, float]]:
+    def function_figures(self, scores: Sequence[Sequence[Sequence[float]]]) -> dict[str, rewards.Scores]:
         """`rewards.score_values`, without its list, of each function; `scores` by row, completion and function."""
         figures = {}
         for i, name in enumerate(self.names):

@@ -20,7 +20,7 @@ from grpo.tasks.tes.prompts import State, render_full, state_at
 
 MODELS = ("base", "trained")
 MODEL_POLICIES = (*MODELS, *(name + GREEDY for name in MODELS))
-LEAST_WINDOWS = 3  # fewer windows give no interval
+LEAST_WINDOWS = 3  # windows of fewer different days give no interval
 UNSERVED_KWH = 0.05  # A window in which more load than this stays unserved is counted.
 
 
@@ -107,14 +107,16 @@ def add_totals(record: Record) -> None:
     """From `mean` alone: totals, regret with its interval, windows with unserved load, and both models' difference."""
     windows = [entry["policies"] for entry in record["windows"]]
     priced = {name: [policies[name]["mean"]["priced_kg"] for policies in windows] for name in windows[0]}
+    # Windows of the same days in several profiles share their weather and the grid's CO2: they count as one.
+    dates = [entry["name"].rpartition(": ")[2] for entry in record["windows"]]
     optimum = priced["optimum"]
     whole = math.fsum(optimum)
 
     def regret(mine: str, other: str) -> dict[str, float | None]:
         above = [100 * (a - b) for a, b in zip(priced[mine], priced[other], strict=True)]
         low = high = None
-        if len(optimum) >= LEAST_WINDOWS and whole > 0:
-            low, high = rewards.confidence_interval(above, optimum)
+        if len(set(dates)) >= LEAST_WINDOWS and whole > 0:
+            low, high = rewards.confidence_interval(above, optimum, dates)
         percent = math.fsum(above) / whole if whole > 0 else None
         figures = {"regret_percent": percent, "regret_percent_low": low, "regret_percent_high": high}
         return {name: json_number(value) for name, value in figures.items()}
