@@ -18,7 +18,7 @@ from grpo.learn.trainer import Trainer
 from grpo.phases import Phase
 from grpo.run.durable import is_intact, read_sealed, write_sealed
 from grpo.settings import Settings, log
-from grpo.tasks.figure_text import with_interval
+from grpo.tasks.figure_text import object_at, with_interval
 
 Results = dict[str, Any]  # evaluation.json
 
@@ -42,16 +42,23 @@ class HeldoutEvaluation:
         return list(map(group_of, self.rows))
 
     def add_models(self, results: Results, names: Sequence[str]) -> None:
-        """Measure the models in `names` that the results lack: `before` is the base model, `after` the adapter. With
-        both, also compute their difference."""
+        """Measure the models in `names` that the results lack: `before` is the base model, `after` the adapter. Also
+        compute the differences of the adapter."""
         for name in names:
             if name not in results:
                 results[name] = self.measure(name == "before")
                 results[f"{name}_greedy"] = self.measure(name == "before", greedy=True)
-        if {"before", "after"} <= results.keys():
-            before, after = (results[name]["reward_by_prompt"] for name in ("before", "after"))
-            if any(None not in pair for pair in zip(before, after, strict=True)):
-                results["difference"] = rewards.paired_difference(before, after, self.clusters)
+        self.add_differences(results)
+
+    def add_differences(self, results: Results) -> None:
+        """Computes the differences of `after`, if it was measured, from `before` and from the best constant action."""
+        after, constant = object_at(results, "after").get("reward_by_prompt"), results.get("constant_action")
+        others = {"difference": object_at(results, "before").get("reward_by_prompt")}
+        others["difference_constant"] = None if constant is None else [row.rewards[constant] for row in self.rows]
+        for name, other in others.items():
+            results.pop(name, None)
+            if other and after and any(None not in pair for pair in zip(other, after, strict=True)):
+                results[name] = rewards.paired_difference(other, after, self.clusters)
 
     def measure(self, base: bool = False, greedy: bool = False) -> dict[str, Any]:
         """The figures of a model's answers: EVAL_SAMPLES completions a row (one if `greedy`), or all answers if exact.

@@ -38,6 +38,17 @@ def test_the_best_step_is_kept_and_a_step_measured_again_changes_nothing(tmp_pat
     assert "NOT BETTER than the base model" in read_best(tmp_path)["in_words"] and is_better("reward", 2, 1)
 
 
+@pytest.mark.parametrize(
+    ("by", "value", "is_better_than_base"),
+    [("reward", 0.41, True), ("reward", 0.4, False), ("plant", 19.9, True), ("plant", 20.0, False)],
+)
+def test_a_step_that_only_equals_the_base_model_is_not_better(tmp_path, by, value, is_better_than_base):
+    figures = {"reward": value} if by == "reward" else {}
+    record = kept(tmp_path, 25, value if by == "plant" else 99.0, by=by, **figures)
+    assert record["better_than_base"] is is_better_than_base
+    assert ("No adapter beats the base model" in loading_advice(record, 25)) is not is_better_than_base
+
+
 @pytest.mark.parametrize("at", ["save", "write", "first rename", "second rename"])
 def test_a_kill_while_the_best_is_replaced_loses_nothing(tmp_path, at, monkeypatch):
     kept(tmp_path, 25, 12.0)

@@ -275,7 +275,8 @@ def test_windows_of_the_same_days_in_two_profiles_count_as_one():
     def totals(names):
         windows = []
         for number, name in enumerate(names):
-            means = {"optimum": 100.0, "base": 110.0 + int(name[-1]), "trained": 105.0}
+            means = {"optimum": 100.0, "base": 110.0 + int(name[-1]), "trained": 105.0, "always_0": 120.0}
+            means |= {"charge_when_clean": 100.0 + number, "always_3": 130.0}
             policies = {
                 policy: {"mean": {"priced_kg": kg, "unserved_kwh": 0.0}, "unparsed": 0, "answers": 30}
                 for policy, kg in means.items()
@@ -292,3 +293,4 @@ def test_windows_of_the_same_days_in_two_profiles_count_as_one():
     for name in ("base", "trained"):
         assert twice["totals"][name]["regret_percent_low"] == once["totals"][name]["regret_percent_low"]
     assert twice["difference"] == once["difference"] and once["difference"]["regret_percent_high"] < 0
+    assert once["difference_rule"]["regret_percent"] == 4.0, "from charge_when_clean, the best of the three rules"
