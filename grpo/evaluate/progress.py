@@ -67,7 +67,7 @@ class Progress:
         results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=False)
         record = self.simulation_record(trainer, base=False)
         if chosen := self.keep_best(trainer, self.columns(results["after"]["reward"], record), results, record):
-            (log.info if chosen["better_than_base"] else log.warning)("best adapter: %s", chosen["in_words"])
+            (log.warning if best.objection(chosen) else log.info)("best adapter: %s", chosen["in_words"])
 
     def evaluation(self, trainer: Trainer) -> HeldoutEvaluation:
         return trainer_evaluation(trainer, self.resolved.eval_rows, self.resolved.exact)

@@ -136,14 +136,18 @@ def describe_best(record: Record) -> str:
     return f"{step} (base model: {base_value}){clause and ': '}{clause}"
 
 
+def objection(record: Record) -> str:
+    """Why the adapter in best/ is not one to load, in words that follow `No adapter`; empty if it is."""
+    return obstacle(read_comparisons(record)) if record.get("better_than_base", True) else f"beats {BASE}"
+
+
 def loading_advice(record: Record, last_step: int | None) -> str:
     """A paragraph on which adapter to load, for the run's model card and its report: that in best/, or that of
     `last_step` beside it; None if there is none beside it."""
     if not record:
         unknown = "nothing was measured on held-out rows, so whether it beats the base model is not known"
         return f"**Load the last step's adapter, in the run's folder**: {unknown}.\n"
-    no_better = "" if record.get("better_than_base", True) else f"beats {BASE}"
-    if reason := no_better or obstacle(read_comparisons(record)):
+    if reason := objection(record):
         return f"**No adapter {reason}**: {record['in_words']}; it is in `best/`.\n"
     flatters = "The same held-out data chose it, so its figure flatters."
     last = "" if last_step is None else f" The one in this folder is of step {last_step}, the last."
