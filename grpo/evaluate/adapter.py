@@ -46,6 +46,14 @@ def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[
     return dict(environ)
 
 
+def recorded_fingerprint(adapter: Path) -> str:
+    """The `data_fingerprint` of the rows that the adapter's run was trained on; empty where it is not recorded."""
+    for path in (adapter, adapter.resolve().parent):
+        with contextlib.suppress(OSError, ValueError):
+            return str(read_json(path / SETTINGS).get("data_sha256", ""))
+    return ""
+
+
 def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Settings, Problems]:
     """The settings of the adapter's run with the non-empty `changes`, and the problems of these settings and of the
     adapter's files: they must exist, and match the checksum in their folder, if there is one."""
