@@ -80,6 +80,12 @@ def breaks_in_decoding(stub, monkeypatch):
     monkeypatch.setattr(stub, "_logprobs", lambda values: report([value + 0.1 for value in values]))
 
 
+def loses_a_token(stub, monkeypatch):
+    """A log-prob that is not a number: the others agree, and a mean that leaves it out would pass."""
+    report = stub._report
+    monkeypatch.setattr(stub, "_report", lambda values: report(values.index_fill(-1, torch.tensor([0]), math.nan)))
+
+
 def breaks_in_its_sleep(stub, monkeypatch):
     wake = stub.wake_up
 
@@ -97,6 +103,7 @@ def breaks_in_its_sleep(stub, monkeypatch):
         (lambda stub, _: setattr(stub, "shift", 0.1), "before the first step, fixed tokens: .* differ by 0"),
         (lambda stub, _: setattr(stub, "shift", math.nan), "before the first step, fixed tokens: .* differ by nan"),
         (breaks_in_decoding, "before the first step, sampled tokens"),
+        (loses_a_token, "before the first step, fixed tokens: .* differ by nan"),
         (breaks_in_its_sleep, "after a sleep, fixed tokens"),
     ],
 )
