@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from grpo.data.files import data_fingerprint, label, read_rows
-from grpo.data.heldout import Split, read_split
+from grpo.data.heldout import Split, date_notes, read_split
 from grpo.data.prompts import render_rows
 from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.data.scoring import initial_trainer_state, load_rewards
@@ -129,6 +129,8 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
         "data": list(dict.fromkeys(label(row.file) for row in rows)),
         "rewards": [list(spec) for spec in specs],
     }
+    for note in [] if split else date_notes(rows):  # The reason of a run's split names them already.
+        print(f"--data: {note}", flush=True)
     shown = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
     print(f"{s.MODEL_ID}, {len(rows)} {'held-out ' if split else ''}rows, rewards {shown}", flush=True)
     print(f"{'exact' if exact else 'sampled'} at temperature {s.EVAL_TEMPERATURE:g}, {how}; {engine}", flush=True)

@@ -148,7 +148,7 @@ def loading_advice(record: Record, last_step: int | None) -> str:
         unknown = "nothing was measured on held-out rows, so whether it beats the base model is not known"
         return f"**Load the last step's adapter, in the run's folder**: {unknown}.\n"
     if reason := objection(record):
-        return f"**No adapter {reason}**: {record['in_words']}; it is in `best/`.\n"
+        return f"**No adapter {reason}**: {record['in_words']}. It is in `best/`.\n"
     flatters = "The same held-out data chose it, so its figure flatters."
     last = "" if last_step is None else f" The one in this folder is of step {last_step}, the last."
     return f"**Load the adapter in `best/`**: {record['in_words']}. {flatters}{last}\n"

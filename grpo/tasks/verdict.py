@@ -44,7 +44,7 @@ class Comparison:
         if self.clusters is None or self.clusters >= FEW_CLUSTERS:
             return ""
         if self.low is None:
-            return f"{self.clusters} {self.unit}s that are all alike show no spread"
+            return f"{self.clusters} {self.unit}s show no spread"
         return RARE_LOSSES.format(self.unit)
 
 

@@ -94,7 +94,8 @@ def test_the_command_scores_any_rows_as_the_run_does(weather, capsys, monkeypatc
     monkeypatch.chdir(ROOT)
     arguments = [str(weather.folder), "--data", str(weather.held)]
     assert ev.main([*arguments, "--base-too"]) == 0
-    assert f"{4 * DAYS} rows, rewards action x 1" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{4 * DAYS} rows, rewards action x 1" in shown and "is not taken for the day" not in shown
     result = json.loads((weather.folder / "evaluation-held.json").read_text())
     own = read_sealed(weather.folder / "evaluation.json")
     for part in ("before", "before_greedy", "after", "after_greedy"):
@@ -164,7 +165,7 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
         monkeypatch.setattr("grpo.evaluate.models.start_engine", stub_engine)
         monkeypatch.setattr(by_hand, "read_machine", lambda: H100)
         monkeypatch.setattr(by_hand, "choose_use_vllm", lambda *arguments: (True, "a stub"))
-    write_csv(tmp_path / "a.csv", ["prompt", "note"], [[f"question {n}", n / 10] for n in range(6)])
+    write_csv(tmp_path / "a.csv", ["prompt", "note", "day"], [[f"question {n}", n / 10, "Monday"] for n in range(6)])
     monkeypatch.setenv("MAX_COMPLETION_LEN", "12")
     arguments = [str(saved_adapter), "--model", "tiny", "--data", "a.csv", "--rewards", "short_answers:short"]
     assert ev.main([*arguments, "--samples", "3", "--base-too", "--out", "x.json"]) == 0
@@ -174,6 +175,7 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
     assert result["samples"] == 3 and result["data"] == ["a"] and "oracle" not in result
     for part in ("before", "before_greedy", "after", "after_greedy"):
         scores = result[part]["reward_by_prompt"]
+        assert "the column `day` is not taken for the day, 'Monday' is no date" in shown
         assert len(scores) == 6 and all(score < -n / 10 for n, score in enumerate(scores))
         assert result[part]["functions"]["short"]["reward"] == pytest.approx(result[part]["reward"])
         assert result[part]["reward_low"] <= result[part]["reward"] <= result[part]["reward_high"]

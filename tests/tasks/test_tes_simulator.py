@@ -84,6 +84,17 @@ def test_report_and_table_compare_with_the_best_rule(low, high, words):
     assert f"the trained model {words}" in " ".join(SIMULATOR.table(record).split())
 
 
+def test_a_single_window_shows_nothing():
+    record = plant_record("always_0") | {"windows": [{}]}
+    for total in record["totals"].values():
+        total |= {"regret_percent_low": None, "regret_percent_high": None}
+    rule = "the best fixed rule, always_0"
+    words = (
+        f"this evaluation cannot tell the trained model from the base model or {rule}; a single window shows nothing"
+    )
+    assert words in SIMULATOR.report(record).verdict
+
+
 UNSERVED = {"unserved_windows": 2, "worst_window": "july: 2025-07-07", "worst_unserved_kwh": 6.54}
 SERVED = {"unserved_windows": 0, "worst_window": None, "worst_unserved_kwh": 0.01}
 INTERVAL = {"regret_percent_low": 3.0, "regret_percent_high": 30.0}

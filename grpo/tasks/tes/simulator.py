@@ -159,14 +159,14 @@ class ClosedLoop(Simulator):
     def comparisons(self, record: Record) -> list[Comparison]:
         """Gains are regret that the trained model saves. A record of an earlier version has no `difference_rule`: there
         the rule's regret is compared with the interval of the trained model's own."""
-        totals = object_at(record, "totals")
+        totals, windows = object_at(record, "totals"), len(record.get("windows", ()))
         gains = []
         if "base" in totals and "trained" in totals:
-            gains.append(saved_regret(BASE, object_at(record, "difference"), 0.0))
+            gains.append(saved_regret(BASE, object_at(record, "difference"), 0.0, windows))
         if "trained" in totals and (rule := tes_record.best_rule(totals)):
             paired = object_at(record, "difference_rule")
             regret = 0.0 if paired else finite_number(totals[rule].get("regret_percent"))
-            gains.append(saved_regret(f"the best fixed rule, {rule}", paired or totals["trained"], regret))
+            gains.append(saved_regret(f"the best fixed rule, {rule}", paired or totals["trained"], regret, windows))
         return gains
 
     def report(self, record: Record) -> ReportSection:
@@ -188,11 +188,13 @@ class ClosedLoop(Simulator):
         return ReportSection(sentences, "Closed loop at the plant", HEADER, policy_rows(record), note)
 
 
-def saved_regret(other: str, figures: Mapping[str, object], regret: float) -> Comparison:
-    """The comparison with a policy of this `regret`, from the interval of the trained model's in `figures`."""
+def saved_regret(other: str, figures: Mapping[str, object], regret: float, windows: int) -> Comparison:
+    """The comparison with a policy of this `regret`, from the interval of the trained model's in `figures`, over so
+    many `windows`. Only where there is none their number is said: the report warns of rare losses where load stayed
+    unserved."""
     low, high = (regret - finite_number(figures.get(f"regret_percent_{end}")) for end in ("high", "low"))
     if math.isnan(low + high):
-        return Comparison(other, None, None, unit="window")
+        return Comparison(other, None, None, windows, "window")
     return Comparison(other, low, high, unit="window")
 
 
