@@ -265,6 +265,8 @@ def baselines(rows: Sequence[Sequence[float]]) -> dict[str, float]:
 
 RESAMPLES, RESAMPLING_SEED = 2000, 20250106
 LEAST_RESAMPLED = 5  # Bootstrap intervals of fewer clusters are too narrow.
+LEAST_ALIKE = 6  # Fewer clusters that are all alike prove nothing: 2 x 0.5^5 is more than 5%.
+Interval = tuple[float, float] | tuple[None, None]
 # Student's t, 97.5%, for 1 to 28 degrees of freedom.
 STUDENT_T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
@@ -279,7 +281,7 @@ def student_t(degrees: int) -> float:
 
 def confidence_interval(
     values: Sequence[float], weights: Sequence[float] | None = None, clusters: Sequence[Hashable] | None = None
-) -> tuple[float, float]:
+) -> Interval:
     """95% interval of sum(values) / sum(weights), (N,) each, or of the mean without weights.
 
     `clusters` (N,) names the cluster of each value, such as its prompt or day. Values of a cluster are summed up,
@@ -287,12 +289,13 @@ def confidence_interval(
     fixed seed. Its percentiles are widened as in Student's t (T. C. Hesterberg, What Teachers Should Know About the
     Bootstrap, The American Statistician 69, 2015, "expanded percentile"): with five clusters the interval covers the
     mean in 92% of cases instead of 83%. Resamples whose weights do not sum above 0 are skipped. Fewer clusters get
-    Student's t with the ratio's linearized error (W. G. Cochran, Sampling Techniques, 1977, chapter 6); the interval of
-    a single cluster is its value alone. Raises ValueError without values, if weights and values differ in number, or if
-    no weights sum above 0.
+    Student's t with the ratio's linearized error (W. G. Cochran, Sampling Techniques, 1977, chapter 6). There is no
+    interval, (None, None), for a single cluster and for fewer than LEAST_ALIKE clusters that are all alike: they show
+    no spread, and an interval of width zero would say that there is none. Raises ValueError without values, if weights
+    and values differ in number, or if no weights sum above 0.
 
-    >>> [round(end, 3) for end in confidence_interval([0.0, 1.0, 2.0])]
-    [-1.484, 3.484]
+    >>> [round(end, 3) for end in confidence_interval([0.0, 1.0, 2.0])], confidence_interval([1.0, 1.0])
+    ([-1.484, 3.484], (None, None))
     """
     weights = [1.0] * len(values) if weights is None else weights
     if not values or len(weights) != len(values):
@@ -311,7 +314,7 @@ def confidence_interval(
         errors = [(value - mean * weight) ** 2 for value, weight in zip(values, weights, strict=True)]
         error = math.sqrt(math.fsum(errors) * count / max(count - 1, 1)) / total_weight
         half_width = student_t(count - 1) * error if count > 1 else 0.0
-        return mean - half_width, mean + half_width
+        return unless_alike(mean - half_width, mean + half_width, count)
     generator, means = random.Random(RESAMPLING_SEED), []
     for _ in range(RESAMPLES):
         drawn = generator.choices(range(count), k=count)
@@ -324,7 +327,13 @@ def confidence_interval(
         return means[int(rank)] + (rank - int(rank)) * (means[math.ceil(rank)] - means[int(rank)])
 
     tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * student_t(count - 1))
-    return percentile(tail), percentile(1 - tail)
+    return unless_alike(percentile(tail), percentile(1 - tail), count)
+
+
+def unless_alike(low: float, high: float, clusters: int) -> Interval:
+    """The interval, or (None, None) if it has no width, but for rounding, and fewer than LEAST_ALIKE clusters."""
+    is_empty = high - low <= 1e-9 * max(1.0, abs(low))
+    return (None, None) if is_empty and clusters < LEAST_ALIKE else (low, high)
 
 
 def score_probabilities(
@@ -389,7 +398,7 @@ def score_answers(
     return scores | {"action_counts": list(map(round, scores["action_counts"])), "unparsed": round(scores["unparsed"])}
 
 
-def mean_of_known(values: Sequence[float | None], clusters: Sequence[Hashable] | None = None) -> dict[str, float]:
+def mean_of_known(values: Sequence[float | None], clusters: Sequence[Hashable] | None = None) -> Scores:
     """Mean of the values (N,) that are not None, with its `confidence_interval`. Raises ValueError if all are None."""
     pairs = zip(values, clusters or range(len(values)), strict=True)
     known = [(value, cluster) for value, cluster in pairs if value is not None]
@@ -414,12 +423,14 @@ def score_values(values: Sequence[Sequence[float]], clusters: Sequence[Hashable]
 
 def paired_difference(
     before: Sequence[float | None], after: Sequence[float | None], clusters: Sequence[Hashable] | None = None
-) -> dict[str, float]:
-    """`mean_of_known` of after - before by prompt, in which the difficulty of a prompt cancels out. A prompt that has
-    None in either list is left out.
+) -> Scores:
+    """`mean_of_known` of after - before by prompt, in which the difficulty of a prompt cancels out, and the number of
+    its clusters. A prompt that has None in either list is left out.
 
     >>> paired_difference([0.1, 0.9, None], [0.2, 1.0, 0.5])
-    {'reward': 0.1, 'reward_low': 0.1, 'reward_high': 0.1}
+    {'reward': 0.1, 'reward_low': None, 'reward_high': None, 'clusters': 2}
     """
     pairs = zip(before, after, strict=True)
-    return mean_of_known([None if a is None or b is None else round(b - a, 9) for a, b in pairs], clusters)
+    gains = [None if a is None or b is None else round(b - a, 9) for a, b in pairs]
+    known = {cluster for cluster, gain in zip(clusters or range(len(gains)), gains, strict=True) if gain is not None}
+    return mean_of_known(gains, clusters) | {"clusters": len(known)}

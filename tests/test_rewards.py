@@ -125,16 +125,39 @@ def test_what_every_window_says_an_interval_says():
 
 def test_a_ratio_and_clusters():
     """Values of one cluster count once, and a ratio's weights vary with its values: here it is the same everywhere."""
-    values, weights = [1.0, 2.0, 6.0, 3.0], [1.0, 2.0, 6.0, 3.0]
+    values, weights = [1.0, 2.0, 6.0, 3.0, 1.0, 2.0], [1.0, 2.0, 6.0, 3.0, 1.0, 2.0]
     assert rewards.confidence_interval(values, weights) == (1.0, 1.0)
     twice = rewards.confidence_interval([0.0, 0.0, 1.0, 1.0, 2.0, 2.0], clusters=[1, 1, 2, 2, 3, 3])
     assert twice == pytest.approx((1 - 4.303 / 3**0.5, 1 + 4.303 / 3**0.5), rel=1e-3), "hours of a day are one"
-    assert rewards.confidence_interval([0.0, 1.0], clusters=["a", "a"]) == (0.5, 0.5)
-    rows, days = [[0.0, 1.0]] * 6, [1, 1, 2, 2, 3, 3]
-    scored = rewards.score_answers(rows, [[0], [1]] * 3, clusters=days)
+    rows, days = [[0.0, 1.0]] * 12, [day for day in range(6) for _ in range(2)]
+    scored = rewards.score_answers(rows, [[0], [1]] * 6, clusters=days)
     assert scored["reward_low"] == scored["reward_high"] == 0.5, "each day earns as much"
-    assert rewards.paired_difference([0.0] * 6, [0.0, 1.0] * 3, days)["reward_low"] == 0.5
-    assert rewards.score_values([[0.0], [1.0]] * 3, days)["reward_high"] == 0.5
+    assert rewards.paired_difference([0.0] * 12, [0.0, 1.0] * 6, days)["reward_low"] == 0.5
+    assert rewards.score_values([[0.0], [1.0]] * 6, days)["reward_high"] == 0.5
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_fewer_than_six_clusters_that_are_all_alike_give_no_interval(count):
+    """An interval of width zero would decide, where nothing but one value was seen: of a single day, or of a reward
+    that is 0 or 1. The width is zero but for rounding where weights differ."""
+    known = count >= 6
+    assert rewards.confidence_interval([10.432] * count) == ((10.432, 10.432) if known else (None, None))
+    weights = [float(n) for n in range(1, count + 1)]
+    interval = rewards.confidence_interval([0.1 * weight for weight in weights], weights)
+    assert interval == (pytest.approx((0.1, 0.1)) if known else (None, None))
+    hours = [day for day in range(count) for _ in range(3)]
+    difference = rewards.paired_difference([0.0, 0.5, 1.0] * count, [0.3, 0.2, 2.0] * count, hours)
+    assert (difference["reward_low"] is not None) == known and difference["clusters"] == count
+    scores = rewards.score_values([[1.0]] * count)
+    assert (scores["reward_low"] is None) == (not known) and scores["reward"] == 1.0
+
+
+def test_a_difference_is_that_of_the_same_prompts():
+    """Two models that earn the same rewards on other prompts do not earn the same."""
+    before, after = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 0.0, 3.0, 2.0, 5.0, 4.0]
+    difference = rewards.paired_difference(before, after)
+    assert difference["reward"] == 0 and difference["reward_low"] < -0.5 and difference["reward_high"] > 0.5
+    assert rewards.paired_difference(after, [reward + 1 for reward in after])["reward"] == 1.0
 
 
 def test_prompts_are_resampled_and_not_their_completions():

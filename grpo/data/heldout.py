@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 from grpo.data.files import INSTRUCTING, Row, data_fingerprint, find_files, read_rows
 from grpo.data.formats import is_dataset
-from grpo.settings import ROOT, Problems, Settings, split_commas
+from grpo.settings import ROOT, Problems, Settings, one_line, split_commas
 
-DATE_COLUMNS = {"timestamp", "datetime", "date", "day", "time", "日時", "日付"}
-DATE = re.compile(r"\s*([0-9]{4})[-/]([0-9]{1,2})[-/]([0-9]{1,2})(?![0-9])")
-# Days or prompts that DATA must have before any is held out, and the fewest that a confidence interval needs.
-LEAST_GROUPS, LEAST_HELD_OUT = 20, 5
-MOST_HELD_OUT = 64  # limits both the days or prompts that are held out and the rows that are evaluated
+DATE_COLUMNS = {"timestamp", "datetime", "date", "day", "time", "created_at", "日時", "日付"}
+# Forms of a date at the begin of a cell. With slashes and the year at the end, 06/01/2025, some write the month first
+# and some the day: it is taken for a day, but not for a certain one.
+YEAR_FIRST = re.compile(r"\s*([0-9]{4})([-/.年])([0-9]{1,2})[-/.月]([0-9]{1,2})(?![0-9])")
+DAY_FIRST = re.compile(r"\s*([0-9]{1,2})\.([0-9]{1,2})\.([0-9]{4})(?![0-9])")
+AMBIGUOUS = re.compile(r"\s*([0-9]{1,2})[/-]([0-9]{1,2})[/-]([0-9]{4})(?![0-9])")
+LEAST_GROUPS = 20  # Days or prompts that DATA must have before any is held out.
+MOST_HELD_OUT = 64  # Most held-out rows that are evaluated.
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ def read_split(settings: Settings, problems: Problems) -> Split:
         return Split(rows, [], "EVAL_SAMPLES=0: all rows of DATA are training rows")
     if settings.EVAL_DATA is not None:
         heldout = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, settings.SYSTEM_PROMPT)
-        return Split(rows, heldout, f"EVAL_DATA ({settings.EVAL_DATA}) is held out, DATA is trained on")
+        reason = f"EVAL_DATA ({settings.EVAL_DATA}) is held out, DATA is trained on"
+        return Split(rows, heldout, "; ".join([reason, *date_notes(heldout)]))
     return hold_out(rows, settings.EVAL_SHARE)
 
 
@@ -49,35 +53,44 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     """Hold out whole days of rows that carry a date, and all rows with the same prompt of others: a model that trained
     on an hour knows something about the next hour, and several rows may share a prompt.
 
-    Days or prompts are the groups, ordered by a hash of the day or prompt alone. The first ones are held out: all whose
-    hash lies below `share`, but at least LEAST_HELD_OUT and at most MOST_HELD_OUT. Below LEAST_GROUPS groups none is
-    held out; from there on, rows added to DATA hold out no group that was trained on before, because a group can only
-    move back in this order. At most MOST_HELD_OUT held-out rows are evaluated, none with a training row's prompt."""
+    Days or prompts are the groups. A group is held out if a hash of the day or prompt alone lies below `share`. So rows
+    that are added hold out no group that was trained on, and train on no group that was held out: runs on the rows of
+    yesterday and of today compare. Of the first LEAST_GROUPS groups, by their order in DATA, exactly `share` is held
+    out, those of the lowest hashes, because chance would hold out none or a quarter of so few. Fewer groups hold out
+    none.
+
+    A row of a held-out group whose prompt is also trained on is trained on as well: it could not be evaluated. At most
+    MOST_HELD_OUT held-out rows are evaluated."""
     if not share:
         return Split(list(rows), [], "EVAL_SHARE=0: all rows of DATA are training rows")
     keys = [group_of(row) for row in rows]
-    digests = {key: hashlib.sha256(json.dumps(key).encode()).digest() for key in keys}
-    hashes = {key: int.from_bytes(digest[:8], "big") / 2**64 for key, digest in digests.items()}  # from 0 to 1
+    hashes = {key: int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest()[:8], "big") / 2**64 for key in keys}
     kinds = " and ".join(sorted({f"{kind}s" for kind, _ in hashes}))
+    notes = date_notes(rows)
     if len(hashes) < LEAST_GROUPS:
         groups = kinds.removesuffix("s") if len(hashes) == 1 else kinds or "prompts"
         reason = f"none: DATA has {len(hashes)} {groups}, and it takes {LEAST_GROUPS} to hold some out"
-        return Split(list(rows), [], reason)
-    count = min(max(sum(value < share for value in hashes.values()), LEAST_HELD_OUT), MOST_HELD_OUT)
-    chosen = set(sorted(hashes, key=hashes.__getitem__)[:count])
-    train = [row for row, key in zip(rows, keys, strict=True) if key not in chosen]
-    trained = set(map(prompt_of, train))
-    unseen = [row for row, key in zip(rows, keys, strict=True) if key in chosen and prompt_of(row) not in trained]
+        return Split(list(rows), [], "; ".join([reason, *notes]))
+    groups_in_order = list(hashes)
+    first = sorted(groups_in_order[:LEAST_GROUPS], key=hashes.__getitem__)[: max(1, round(share * LEAST_GROUPS))]
+    chosen = {*first, *(key for key in groups_in_order[LEAST_GROUPS:] if hashes[key] < share)}
+    trained = {prompt_of(row) for row, key in zip(rows, keys, strict=True) if key not in chosen}
+    is_held = [key in chosen and prompt_of(row) not in trained for row, key in zip(rows, keys, strict=True)]
+    train = [row for row, held in zip(rows, is_held, strict=True) if not held]
+    unseen = [row for row, held in zip(rows, is_held, strict=True) if held]
     if not unseen:
-        reason = f"none: the prompts of the {count} {kinds} that a hash chose are in other rows too"
-        return Split(list(rows), [], reason)
+        reason = f"none: the prompts of the {len(chosen)} {kinds} that a hash chose are in other rows too"
+        return Split(list(rows), [], "; ".join([reason, *notes]))
     evaluated = set(map(id, sorted(unseen, key=lambda row: data_fingerprint([row]))[:MOST_HELD_OUT]))
     heldout = [row for row in unseen if id(row) in evaluated]
-    reason = f"{len(rows) - len(train)} rows of DATA are not trained on: {count} of its {len(hashes)} {kinds}"
-    reason += f", chosen by a hash (EVAL_SHARE={share:g})"
-    if len(heldout) < len(rows) - len(train):
-        reason += f"; {len(heldout)} of them are evaluated"
-    return Split(train, heldout, reason)
+    reason = f"{len(unseen)} rows of DATA are not trained on: {len(chosen)} of its {len(hashes)} {kinds}"
+    reasons = [f"{reason}, chosen by a hash (EVAL_SHARE={share:g})"]
+    if repeated := sum(key in chosen for key in keys) - len(unseen):
+        reasons.append(f"{repeated} more rows of these are trained on, because their prompts are in other rows too")
+    reasons += notes
+    if len(heldout) < len(unseen):
+        reasons.append(f"{len(heldout)} of them are evaluated")
+    return Split(train, heldout, "; ".join(reasons))
 
 
 def group_of(row: Row) -> tuple[str, str]:
@@ -87,12 +100,48 @@ def group_of(row: Row) -> tuple[str, str]:
 
 
 def date_of(row: Row) -> str | None:
-    """The date with which a cell of DATE_COLUMNS begins, such as 2025-09-01; None if there is no such cell."""
-    for name, cell in row.columns.items():
-        if name.lower() in DATE_COLUMNS and (match := DATE.match(str(cell))):
-            year, month, day = match.groups()
-            return f"{year}-{int(month):02}-{int(day):02}"
-    return None
+    """The date with which a cell of DATE_COLUMNS begins, such as 2025-09-01; None if there is no such cell. A date that
+    has two readings stays as it is, 06/01/2025, because a day needs no reading to be held out as a whole."""
+    cells = (cell for name, cell in row.columns.items() if name.strip().lower() in DATE_COLUMNS)
+    return next(filter(None, map(read_date, cells)), None)
+
+
+def read_date(cell: object) -> str | None:
+    """The date with which a cell begins; None if it begins with none."""
+    text = str(cell)
+    if match := YEAR_FIRST.match(text):
+        year, _, month, day = match.groups()
+    elif match := DAY_FIRST.match(text):
+        day, month, year = match.groups()
+    elif match := AMBIGUOUS.match(text):
+        first, second, year = match.groups()
+        is_date = min(int(first), int(second)) in range(1, 13) and max(int(first), int(second)) <= 31
+        return f"{int(first):02}/{int(second):02}/{year}" if is_date else None
+    else:
+        return None
+    is_date = int(month) in range(1, 13) and int(day) in range(1, 32)
+    return f"{year}-{int(month):02}-{int(day):02}" if is_date else None
+
+
+def date_notes(rows: Sequence[Row]) -> list[str]:
+    """What the user should know of the dates in `rows`: those with two readings, and columns that may hold dates and
+    were not taken for days, so that neighbouring hours may be trained on and evaluated."""
+    notes, dates = [], list(map(date_of, rows))
+    two_readings = (date for date in dates if date and "/" in date and max(map(int, date.split("/")[:2])) <= 12)
+    if date := next(two_readings, None):
+        notes.append(f"whether {date} begins with the day or the month is not guessed: each such text is one day")
+    dateless = [row for row, date in zip(rows, dates, strict=True) if date is None]
+    for name in dict.fromkeys(name for row in dateless for name in row.columns):
+        cells = [row.columns.get(name) for row in dateless]
+        if name.strip().lower() in DATE_COLUMNS and any(cells):
+            fault = f"{next(filter(None, cells))!r} is no date that is recognised"
+        elif all(map(read_date, cells)):
+            fault = f"the name is not one for dates such as {cells[0]!r}"
+        else:
+            continue
+        fix = "write days as 2025-09-01 into a column `date` if neighbouring rows resemble each other"
+        notes.append(f"the column `{one_line(name, 40)}` is not taken for the day, {one_line(fault, 120)}: {fix}")
+    return notes
 
 
 def prompt_of(row: Row) -> str:

@@ -62,6 +62,14 @@ def commit_of_run(adapter: Path | None, model_id: str) -> str | None:
     return None
 
 
+def recorded_fingerprint(adapter: Path) -> str:
+    """The `data_fingerprint` of the rows that the adapter's run was trained on; empty where it is not recorded."""
+    for path in run_folders(adapter):
+        with contextlib.suppress(OSError, ValueError):
+            return str(read_json(path / SETTINGS).get("data_sha256", ""))
+    return ""
+
+
 def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Settings, Problems]:
     """The settings of the adapter's run with the non-empty `changes`, and the problems of these settings and of the
     adapter's files: they must exist, and match the checksum in their folder, if there is one."""

@@ -9,12 +9,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import label, read_rows
-from grpo.data.heldout import Split, read_split
+from grpo.data.files import data_fingerprint, label, read_rows
+from grpo.data.heldout import Split, date_notes, read_split
 from grpo.data.prompts import render_rows
 from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.data.scoring import initial_trainer_state, load_rewards
-from grpo.evaluate.adapter import check_model, load_run_settings
+from grpo.evaluate.adapter import check_model, load_run_settings, recorded_fingerprint
 from grpo.evaluate.heldout import HeldoutEvaluation, new_results
 from grpo.evaluate.models import ModelResponder, start_model
 from grpo.evaluate.tables import evaluation_table
@@ -98,6 +98,11 @@ def evaluate(options: argparse.Namespace) -> tuple[str, Path]:
     split, simulator = read_split(s, problems), load_simulator(s.TASK)
     if simulator and simulator.plan(s, split.heldout or split.train, "", False, True, Problems()).is_mentioned:
         return simulate(options)
+    if options.run and s.EVAL_DATA is None and split.heldout:
+        recorded = recorded_fingerprint(options.run)
+        if recorded and recorded != data_fingerprint(split.train):
+            fault = f"{options.run} was not trained on the rows that DATA leaves for training: it may have seen these"
+            problems.add("held-out rows", fault, "Restore DATA, or name the rows to score: --data FILE")
     if problems:
         raise InputError(*problems)
     return evaluate_rows(options, split)
@@ -161,6 +166,8 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
         "data": list(dict.fromkeys(label(row.file) for row in rows)),
         "rewards": [list(spec) for spec in specs],
     }
+    for note in [] if split else date_notes(rows):  # The reason of a run's split names them already.
+        print(f"--data: {note}", flush=True)
     shown = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
     print(f"{s.MODEL_ID}, {len(rows)} {'held-out ' if split else ''}rows, rewards {shown}", flush=True)
     print(f"{'exact' if exact else 'sampled'} at temperature {s.EVAL_TEMPERATURE:g}, {how}; {engine}", flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import rewards
 from grpo.data.files import Row, column_names, data_fingerprint
-from grpo.data.heldout import date_of
+from grpo.data.heldout import date_of, group_of
 from grpo.data.reward_checks import ANSWER_TURN, GARBAGE, completion_text
 from grpo.data.scoring import Completion, Reward, completion_rates, read_completions, score, total
 from grpo.evaluate.models import EvaluatedModel, TrainedModel
@@ -18,7 +18,7 @@ from grpo.learn.trainer import Trainer
 from grpo.phases import Phase
 from grpo.run.durable import is_intact, read_sealed, write_sealed
 from grpo.settings import Settings, log
-from grpo.tasks.figure_text import with_interval
+from grpo.tasks.figure_text import object_at, with_interval
 
 Results = dict[str, Any]  # evaluation.json
 
@@ -37,21 +37,28 @@ class HeldoutEvaluation:
 
     @property
     def clusters(self) -> list[tuple[str, str]]:
-        """The cluster of each row for confidence intervals: its day, because hours of a day resemble each other, or the
-        row itself if it has no date."""
-        return [(row.file, date_of(row) or f"row {row.number}") for row in self.rows]
+        """The cluster of each row for confidence intervals: its day, because hours of a day resemble each other, or its
+        prompt if it has no date. The file does not matter: the same day in two files is one day."""
+        return list(map(group_of, self.rows))
 
     def add_models(self, results: Results, names: Sequence[str]) -> None:
-        """Measure the models in `names` that the results lack: `before` is the base model, `after` the adapter. With
-        both, also compute their difference."""
+        """Measure the models in `names` that the results lack: `before` is the base model, `after` the adapter. Also
+        compute the differences of the adapter."""
         for name in names:
             if name not in results:
                 results[name] = self.measure(name == "before")
                 results[f"{name}_greedy"] = self.measure(name == "before", greedy=True)
-        if {"before", "after"} <= results.keys():
-            before, after = (results[name]["reward_by_prompt"] for name in ("before", "after"))
-            if any(None not in pair for pair in zip(before, after, strict=True)):
-                results["difference"] = rewards.paired_difference(before, after, self.clusters)
+        self.add_differences(results)
+
+    def add_differences(self, results: Results) -> None:
+        """Computes the differences of `after`, if it was measured, from `before` and from the best constant action."""
+        after, constant = object_at(results, "after").get("reward_by_prompt"), results.get("constant_action")
+        others = {"difference": object_at(results, "before").get("reward_by_prompt")}
+        others["difference_constant"] = None if constant is None else [row.rewards[constant] for row in self.rows]
+        for name, other in others.items():
+            results.pop(name, None)
+            if other and after and any(None not in pair for pair in zip(other, after, strict=True)):
+                results[name] = rewards.paired_difference(other, after, self.clusters)
 
     def measure(self, base: bool = False, greedy: bool = False) -> dict[str, Any]:
         """The figures of a model's answers: EVAL_SAMPLES completions a row (one if `greedy`), or all answers if exact.
@@ -91,7 +98,7 @@ class HeldoutEvaluation:
         columns = column_names(self.rows)
         return completions, score(self.functions, completions, completion_ids, columns, self.state)
 
-    def function_figures(self, scores: Sequence[Sequence[Sequence[float]]]) -> dict[str, dict[str, float]]:
+    def function_figures(self, scores: Sequence[Sequence[Sequence[float]]]) -> dict[str, rewards.Scores]:
         """`rewards.score_values`, without its list, of each function; `scores` by row, completion and function."""
         figures = {}
         for i, name in enumerate(self.names):

@@ -4,8 +4,9 @@
 from pathlib import Path
 
 from grpo.data.files import data_fingerprint
-from grpo.evaluate.heldout import HeldoutEvaluation, measure_rewards, trainer_evaluation
+from grpo.evaluate.heldout import HeldoutEvaluation, Results, measure_rewards, trainer_evaluation
 from grpo.evaluate.models import ModelResponder, TrainedModel
+from grpo.evaluate.tables import reward_comparisons
 from grpo.learn.trainer import Trainer
 from grpo.phases import Phase
 from grpo.preflight.resolve import ResolvedRun
@@ -26,20 +27,25 @@ class Progress:
         self.resolved = resolved
         self.simulator = load_simulator(resolved.settings.TASK) if resolved.closed_loop.runs else None
         self.base: Columns = {}
+        self.base_results: Results = {}  # evaluation.json before the first step
 
     def before(self, trainer: Trainer) -> None:
         """Measure the base model, and INIT_ADAPTER as step 0. `during` needs these figures for comparison."""
         if not self.resolved.eval_rows:
             return
-        results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=True)
-        self.base = self.columns(results["before"]["reward"], self.simulation_record(trainer, base=True), "base")
+        self.base_results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=True)
+        record = self.simulation_record(trainer, base=True)
+        self.base = self.columns(self.base_results["before"]["reward"], record, "base")
         if self.resolved.settings.INIT_ADAPTER and not self.resolved.state.checkpoint:
             self.during(trainer)  # INIT_ADAPTER may stay the best adapter
 
     def during(self, trainer: Trainer) -> Columns:
         """Measure the current adapter and return its columns of metrics.csv."""
         with Phase(f"evaluation after step {trainer.state.global_step}"):
-            reward, record = self.evaluation(trainer).measure()["reward"], None
+            evaluation, record = self.evaluation(trainer), None
+            results = self.base_results | {"after": evaluation.measure()}
+            evaluation.add_differences(results)
+            reward = results["after"]["reward"]
             if self.simulator:
                 record = self.new_record(self.simulator, trainer)
                 responder = ModelResponder(TrainedModel(trainer), base=False)
@@ -50,7 +56,7 @@ class Progress:
         text = ["held-out reward -" if reward is None else f"held-out reward {reward:.3f}"]
         text += [self.simulator.summary(record, "trained")] if self.simulator and record else []
         log.info("measured %s: %s", when, ", ".join(text))
-        self.keep_best(trainer, columns)
+        self.keep_best(trainer, columns, results, record)
         return columns
 
     def after(self, trainer: Trainer) -> None:
@@ -60,8 +66,8 @@ class Progress:
             return
         results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=False)
         record = self.simulation_record(trainer, base=False)
-        if chosen := self.keep_best(trainer, self.columns(results["after"]["reward"], record)):
-            (log.info if chosen["better_than_base"] else log.warning)("best adapter: %s", chosen["in_words"])
+        if chosen := self.keep_best(trainer, self.columns(results["after"]["reward"], record), results, record):
+            (log.warning if best.objection(chosen) else log.info)("best adapter: %s", chosen["in_words"])
 
     def evaluation(self, trainer: Trainer) -> HeldoutEvaluation:
         return trainer_evaluation(trainer, self.resolved.eval_rows, self.resolved.exact)
@@ -104,18 +110,23 @@ class Progress:
         columns = {} if reward is None else {"heldout_reward": reward}
         return columns | (self.simulator.figures(record, name) if self.simulator and record else {})
 
-    def keep_best(self, trainer: Trainer, columns: Columns) -> best.Record:
-        """Keep the adapter if it is the best. Returns best.json."""
+    def keep_best(self, trainer: Trainer, columns: Columns, results: Results, record: Record | None) -> best.Record:
+        """Keep the adapter if it is the best. `results` and `record` are evaluation.json and closed_loop.json with its
+        figures. Returns best.json."""
         resolved, values = self.resolved, {"step": trainer.state.global_step} | columns
         s = resolved.settings
         measured = {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": resolved.exact}
         episodes, rows = list(resolved.closed_loop.episodes), data_fingerprint(resolved.eval_rows)
 
-        def save(folder: Path, record: best.Record) -> None:
+        def save(folder: Path, chosen: best.Record) -> None:
             trainer.model.save_pretrained(str(folder))
-            words = f"S{record['in_words'][1:]}.\n"
+            words = f"S{chosen['in_words'][1:]}.\n"
             card = model_card(s, trainer.state.global_step, trainer.reward_summary, words, tokenizer="..")
             write_text(folder / "README.md", card)
 
         conditions = measured | {"windows": episodes, "rows": rows}
-        return best.keep_best(trainer.run.folder, resolved.best_by, self.base, conditions, values, save)
+        if resolved.best_by == "reward":
+            comparisons = reward_comparisons(results)
+        else:
+            comparisons = self.simulator.comparisons(record) if self.simulator and record else []
+        return best.keep_best(trainer.run.folder, resolved.best_by, self.base, conditions, values, save, comparisons)

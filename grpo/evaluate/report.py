@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sentences and tables of a run's report."""
 
+import re
 from collections import defaultdict
 
 from grpo.evaluate.run_data import Run, duration
+from grpo.evaluate.tables import reward_comparisons
+from grpo.run.best import loading_advice
 from grpo.run.hub import without_folders
-from grpo.run.layout import ADAPTER, BEST
+from grpo.run.layout import ADAPTER
 from grpo.settings import show
-from grpo.tasks.figure_text import finite_number, object_at, verdict_of, with_interval
+from grpo.tasks.figure_text import finite_number, object_at, with_interval
 from grpo.tasks.simulator import ReportSection
+from grpo.tasks.verdict import verdict
 
 
 def reward_verdict(run: Run) -> str:
-    """Whether training improved the held-out reward, in plain words."""
+    """Whether training improved the held-out reward, in plain words, and how it compares with a constant action."""
     before, after = object_at(run.evaluation, "before"), object_at(run.evaluation, "after")
     if not before or not after:
         return "Held-out prompts were not evaluated before and after training: the run goes on, or evaluates none."
     old, new = finite_number(before.get("reward")), finite_number(after.get("reward"))
     change = {"reward": new - old} | object_at(run.evaluation, "difference")
-    verdict = verdict_of(finite_number(change.get("reward_low")), finite_number(change.get("reward_high")))
+    clause = verdict(reward_comparisons(run.evaluation))
     difference = with_interval(change, "reward", "+.3f", "95% interval ")
-    return f"The last step's adapter changed held-out reward by {difference}, from {old:.3f} to {new:.3f}: {verdict}."
+    return f"The last step's adapter changed held-out reward by {difference}, from {old:.3f} to {new:.3f}: {clause}."
 
 
 def simulator_section(run: Run) -> ReportSection:
@@ -40,12 +44,12 @@ CHOICES = {
 
 
 def adapter_advice(run: Run) -> str:
-    """A sentence that says which adapter to load."""
-    if reason := run.best.get("in_words"):
-        return f"Load the adapter in {BEST}/: {reason}. The same held-out data chose it, so its figure flatters."
-    if (run.folder / ADAPTER).is_file():
-        return "Load the last step's adapter, in the run's folder; none was kept as the best."
-    return "The run has no adapter yet, except in its checkpoints."
+    """The advice of the run's README.md on which adapter to load, as plain text."""
+    has_adapter = (run.folder / ADAPTER).is_file()
+    if not run.best and not has_adapter:
+        return "The run has no adapter yet, except in its checkpoints."
+    advice = loading_advice(run.best, run.steps if has_adapter else None)
+    return re.sub(r"\*\*|`|\n", "", advice)
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

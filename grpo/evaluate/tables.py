@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """evaluation.json as a table: for the terminal, the report and the cards of models."""
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from grpo.tasks.figure_text import object_at, table_lines, with_interval
+from grpo.tasks.figure_text import finite_number, object_at, table_lines, with_interval
+from grpo.tasks.verdict import BASE, Comparison, compare, verdict
 
 HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped"]
 # Names of the models for readers, by their keys in evaluation.json.
@@ -32,6 +34,23 @@ def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
     return [row + [""] * (len(HEADER) - len(row)) for row in rows]
 
 
+def reward_comparisons(evaluation: Mapping[str, Any]) -> list[Comparison]:
+    """The trained model's held-out reward against the base model's and that of the best constant action. A record of an
+    earlier version has no `difference_constant`: there the action's reward is compared with the model's interval."""
+    unit, after = "day" if evaluation.get("by_day") else "prompt", object_at(evaluation, "after")
+    if not after:
+        return []
+    comparisons = []
+    if object_at(evaluation, "before"):
+        comparisons.append(compare(BASE, object_at(evaluation, "difference"), unit=unit))
+    if "constant_action" in evaluation:
+        constant = finite_number(evaluation.get("constant"))
+        gain = {f"reward_{end}": finite_number(after.get(f"reward_{end}")) - constant for end in ("low", "high")}
+        name = f"always [{evaluation['constant_action']}], the best constant action"
+        comparisons.append(compare(name, object_at(evaluation, "difference_constant") or gain, unit=unit))
+    return comparisons
+
+
 def evaluation_table(results: Mapping[str, Any]) -> str:
     """evaluation.json as a table for the terminal."""
     samples = "one completion" if results["samples"] == 1 else f"{results['samples']} completions"
@@ -39,8 +58,10 @@ def evaluation_table(results: Mapping[str, Any]) -> str:
     over = "prompts, of a day together" if results["by_day"] else "prompts"
     # Only rewards keep their intervals, because a terminal is narrow.
     rows = [row[:2] + [cell.partition(" (")[0] for cell in row[2:]] for row in heldout_rows(results)]
-    if "difference" in results:
-        rows.append(["trained - base model", with_interval(results["difference"], "reward", "+.3f")])
+    others = {"difference": "base model", "difference_constant": f"always [{results.get('constant_action')}]"}
+    for key, other in others.items():
+        if key in results:
+            rows.append([f"trained - {other}", with_interval(results[key], "reward", "+.3f")])
     names = {key: name for key, name in MODEL_NAMES.items() if key in results}
     functions = dict.fromkeys(name for key in names for name in results[key].get("functions", {}))
     for function in functions if len(functions) > 1 or "oracle" in results else ():
@@ -48,4 +69,5 @@ def evaluation_table(results: Mapping[str, Any]) -> str:
         scores = {name: object_at(results[key], "functions", function) for key, name in names.items()}
         rows += [[f"  {name}", with_interval(figures, "reward")] for name, figures in scores.items()]
     heading = f"Mean reward at temperature {results['temperature']:g}, {how}, 95% interval over {over}"
-    return "\n".join([heading, *table_lines([HEADER, *rows])])
+    words = textwrap.wrap(verdict(reward_comparisons(results)), 110, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join([heading, *table_lines([HEADER, *rows]), *words])

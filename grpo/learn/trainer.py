@@ -40,7 +40,7 @@ from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, close_answers
 from grpo.rollout.parity import MismatchGrown
 from grpo.run.archive import model_card
-from grpo.run.best import loading_advice, read_best
+from grpo.run.best import loading_advice, objection, read_best
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
 from grpo.run.durable import write_text
 from grpo.run.layout import BEST
@@ -125,7 +125,7 @@ class Trainer(Learner):
         if Path(folder) == self.run.folder:
             record = read_best(self.run.folder)
             note = loading_advice(record, step)
-            adapter = BEST if record.get("better_than_base") else "."
+            adapter = BEST if record and not objection(record) else "."
         card = model_card(self.run.settings, step, self.reward_summary, note, adapter)
         write_text(Path(folder) / "README.md", card)
 

@@ -162,8 +162,9 @@ def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:
         mean = math.fsum(saved) / len(saved)
         figures.append(figure(f"{key}_saved", mean, "kg/window", f"base minus trained, {note}"))
         for end, value in (("low", low), ("high", high)):
-            figures.append(figure(f"{key}_saved_{end}", value, "kg/window", "95%, in pairs over windows"))
-    return figures, low > 0  # The last `low` is that of `priced_kg`.
+            if value is not None:
+                figures.append(figure(f"{key}_saved_{end}", value, "kg/window", "95%, in pairs over windows"))
+    return figures, low is not None and low > 0  # The last `low` is that of `priced_kg`.
 
 
 def run_figures(out: Path) -> list[Figure]:
@@ -188,7 +189,7 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     if not {"before", "after"} <= evaluation.keys():
         raise InputError(f"{run / 'evaluation.json'} lacks results before and after training: run --stage train first")
     results = record.reward_figures(evaluation) + record.plant_figures(plant)
-    gain = evaluation.get("difference", {}).get("reward_low", 0)
+    gain = evaluation.get("difference", {}).get("reward_low") or 0
     verdicts = {"held-out reward": gain > 0, "closed loop": False}
     if {"base", "trained"} <= plant.get("totals", {}).keys():
         saved, verdicts["closed loop"] = saved_figures(plant)

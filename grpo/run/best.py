@@ -4,13 +4,15 @@
 import contextlib
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from grpo.run.checkpoints import CUT_OFF
 from grpo.run.durable import Record, file_sha256, read_sealed, sync, sync_files, write_sealed
 from grpo.run.layout import ADAPTER, BEST, COMPLETE, MANIFEST, unused_path
 from grpo.settings_table import TASK_FILES
+from grpo.tasks.verdict import BASE, Comparison, obstacle, verdict
 
 # BEST_BY -> the column of metrics.csv that decides, a simulator's first figure in task.json; the phrase for its value.
 FIGURES, WORDS = {"reward": "heldout_reward"}, {"reward": "held-out reward of {:.3f}"}
@@ -68,13 +70,14 @@ def keep_best(
     measured: Record,
     values: Mapping[str, float],
     save: Callable[[Path, Record], None],
+    comparisons: Sequence[Comparison] = (),
 ) -> Record:
     """Adds an evaluated step to best.json, and puts its adapter into best/ if it is the best so far. Returns the record
     in best.json, or an empty one if the figure that `best_by` names was not measured.
 
     `values`: `step` and the columns measured after that step; `base`: those of the base model; `measured`: the
     conditions of the measurement, and if a resumed run changes them, the choice begins again; `save` writes the adapter
-    and its card into a new folder."""
+    and its card into a new folder; `comparisons`: the step's adapter against other policies, by the same figure."""
     column = FIGURES[best_by]
     if values.get(column) is None or base.get(column) is None:
         return {}
@@ -86,6 +89,7 @@ def keep_best(
     if "step" not in record or is_better(best_by, values[column], record["value"]):
         record |= {"step": values["step"], "value": values[column], "base_value": base[column]}
         record["better_than_base"] = is_better(best_by, values[column], base[column])
+        record["comparisons"] = [asdict(comparison) for comparison in comparisons]
         record["in_words"] = describe_best(record)
         replace_best(folder, lambda new: save(new, record), record)
     else:
@@ -125,20 +129,34 @@ def recover_best(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def read_comparisons(record: Record) -> list[Comparison]:
+    """The comparisons of the best adapter; none in the record of an earlier version."""
+    return [Comparison(**comparison) for comparison in record.get("comparisons", [])]
+
+
 def describe_best(record: Record) -> str:
-    """A clause that says from which step best/ comes, and whether it beats the base model."""
+    """A clause that says from which step best/ comes, and whether it beats the base model and other policies."""
     value, base_value = (WORDS[record["by"]].format(record[name]) for name in ("value", "base_value"))
     step = f"step {record['step']} is the best of the evaluated ones, with a {value}"
-    if record["better_than_base"]:
-        return f"{step} (base model: {base_value})"
-    return f"{step}, but NOT BETTER than the base model without any adapter ({base_value})"
-
-
-def loading_advice(record: Record, last_step: int) -> str:
-    """A paragraph of the run's model card on which adapter to load: that in best/, or that of `last_step` beside it."""
-    if not record.keys() >= {"better_than_base", "in_words"}:
-        return "**Nothing was measured** on held-out rows: whether this adapter beats the base model is not known.\n"
     if not record["better_than_base"]:
-        return f"**No adapter beats the base model**: {record['in_words']}; it is in `best/`.\n"
-    last = f"The one in this folder is of step {last_step}, the last."
-    return f"**Load the adapter in `best/`**: {record['in_words']}. {last}\n"
+        return f"{step}, but NOT BETTER than the base model without any adapter ({base_value})"
+    clause = verdict(read_comparisons(record), "it")
+    return f"{step} (base model: {base_value}){clause and ': '}{clause}"
+
+
+def objection(record: Record) -> str:
+    """Why the adapter in best/ is not one to load, in words that follow `No adapter`; empty if it is."""
+    return obstacle(read_comparisons(record)) if record.get("better_than_base", True) else f"beats {BASE}"
+
+
+def loading_advice(record: Record, last_step: int | None) -> str:
+    """A paragraph on which adapter to load, for the run's model card and its report: that in best/, or that of
+    `last_step` beside it; None if there is none beside it."""
+    if not record.keys() >= {"better_than_base", "in_words"}:
+        unknown = "nothing was measured on held-out rows, so whether it beats the base model is not known"
+        return f"**Load the last step's adapter, in the run's folder**: {unknown}.\n"
+    if reason := objection(record):
+        return f"**No adapter {reason}**: {record['in_words']}. It is in `best/`.\n"
+    flatters = "The same held-out data chose it, so its figure flatters."
+    last = "" if last_step is None else f" The one in this folder is of step {last_step}, the last."
+    return f"**Load the adapter in `best/`**: {record['in_words']}. {flatters}{last}\n"

@@ -28,9 +28,10 @@ TYPES: dict[str, dict[str, Any]] = {
     "best.json": {
         "by": str, "figure": str, "base": dict[str, float], "measured": dict, "evaluated": list[dict[str, float]],
         "step": int, "value": float, "base_value": float, "better_than_base": bool, "in_words": str,
-        "adapter_sha256": str,
+        "comparisons": list[dict], "adapter_sha256": str,
     },
-    "evaluation.json": {"before": dict, "before_greedy": dict, "after": dict, "difference": dict},
+    "evaluation.json": {"before": dict, "before_greedy": dict, "after": dict, "difference": dict,
+                        "difference_constant": dict},
     "closed_loop.json": {"windows": list[dict], "totals": dict[str, dict]},
 }  # fmt: skip
 SCRATCH = "train_grpo-scratch-"  # The names of scratch folders begin with this.

@@ -114,8 +114,11 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
     complete = complete_steps(folder)
     check_resume(settings, folder, max(step, complete), recorded, problems)
     if rows and fingerprint != data_fingerprint(rows):
+        fault = f"the run in {folder} was started on other rows"
+        if settings.EVAL_DATA is None and settings.EVAL_SAMPLES and settings.EVAL_SHARE:
+            fault += "; if DATA is the same, an earlier version held other rows out: finish the run with that version"
         fix = f"Restore DATA, EVAL_DATA and EVAL_SAMPLES to continue it, set OVERWRITE=1, or {ANOTHER_DIR}"
-        problems.add("DATA", f"the run in {folder} was started on other rows", fix)
+        problems.add("DATA", fault, fix)
     notes = []
     if not problems:
         notes = damage_notes(folder, step, fault_list)

@@ -31,15 +31,6 @@ def with_interval(figures: Mapping[str, object], name: str, digits: str = ".3f",
     return f"{value:{digits}}{interval}"
 
 
-def verdict_of(low: float, high: float) -> str:
-    """A verdict from the 95% interval of the trained model's gain over the base model; its ends are NaN if unknown."""
-    if low > 0:
-        return "the trained model is better than the base model"
-    if high < 0:
-        return "the trained model is worse than the base model"
-    return "this evaluation cannot tell the trained model from the base model"
-
-
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """The rows of a table as lines for a terminal: the first column is aligned left, the others right."""
     columns = max(map(len, rows))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo.data.files import Row
 from grpo.settings import Problems, Settings
+from grpo.tasks.verdict import Comparison
 
 if TYPE_CHECKING:  # a check that names missing packages must run without numpy
     import numpy as np
@@ -113,6 +114,10 @@ class Simulator(ABC):
     @abstractmethod
     def table(self, record: Record) -> str:
         """The record as a table for the terminal."""
+
+    def comparisons(self, record: Record) -> list[Comparison]:
+        """The trained model in `record` against the base model and fixed rules; empty if nobody compared them."""
+        return []
 
     def report(self, record: Record) -> ReportSection:
         """The section for report.html and for the adapter's card; `record` may be empty."""

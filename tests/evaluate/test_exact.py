@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact probabilities of answers. Run: python -m pytest tests/evaluate/test_exact.py"""
 
+import contextlib
 import dataclasses
 import math
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,10 +14,12 @@ from conftest import RENDERED
 from engines import set_adapter
 from trainers import make, plain_float32
 
+from grpo.data.prompts import sampling_seed
 from grpo.evaluate.exact import ANSWER_TEXT, answer_probabilities
 from grpo.evaluate.heldout import expectation, measure_rewards, trainer_evaluation
-from grpo.evaluate.models import TrainedModel
+from grpo.evaluate.models import TrainedModel, TransformersModel, VllmModel
 from grpo.run.durable import write_sealed
+from grpo.settings import Settings
 
 PROMPTS = [
     RENDERED.format(text) for text in ("hour 8 store 50 load 30", "hour 17 store 9 load 30 co2 41", "hour 8 store 7")
@@ -83,6 +87,30 @@ def test_sampled_answers_come_as_often_as_they_should(trainer):
     base = trainer.model.get_base_model()
     (heated,) = answer_probabilities(base, tokenizer, PROMPTS[:1], trainer.run.settings.EVAL_TEMPERATURE, 4)
     assert exact.tolist() == heated.tolist()
+
+
+def test_evaluations_have_random_numbers_of_their_own(tiny, tmp_path):
+    """The answers of a rollout of the same step, at the same temperature, would be scored as held-out ones; those of an
+    evaluation are the same each time, so that steps compare."""
+    trainer = make(tiny, tmp_path, TEMPERATURE=1.2, EVAL_TEMPERATURE=1.2, MAX_COMPLETION_LEN=12)
+    set_adapter(trainer, 2, 3.0)  # what it writes is hardly ever the same twice
+    model, prompts = TrainedModel(trainer), PROMPTS * 4
+    evaluated = model.complete(prompts)
+    assert evaluated == model.complete(prompts) != model.complete(prompts, step=1)
+    assert trainer.generate(trainer._tokenize_prompts(prompts)[0], 1, 0)[0] != evaluated
+
+
+@pytest.mark.parametrize("kind", [TransformersModel, VllmModel])
+def test_models_without_a_trainer_use_the_same_random_numbers(kind, monkeypatch):
+    model, streams = object.__new__(kind), []
+    model.settings, model.engine, model.tokenizer = Settings(SEED=7), mock.MagicMock(), mock.MagicMock()
+    model.adapter, model.stops, model.network = None, [], None
+    monkeypatch.setattr(torch, "manual_seed", streams.append)
+    monkeypatch.setattr("grpo.evaluate.models.shared_prefill", mock.Mock(side_effect=ZeroDivisionError))
+    with contextlib.suppress(ZeroDivisionError):  # The seed is set before anything is generated.
+        model.generate(["x"], 1, 3, 0.5, False)
+    streams += [call.args[1] for call in model.engine.generate.call_args_list]
+    assert streams == [sampling_seed(7, 3, "evaluation")] != [sampling_seed(7, 3, "train")]
 
 
 def test_temperature_0_is_greedy_generation(trainer):

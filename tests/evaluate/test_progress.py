@@ -2,6 +2,8 @@
 """Evaluations while a run trains, and its best adapter. Run: python -m pytest tests/evaluate/test_progress.py"""
 
 import zipfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import runs
@@ -11,8 +13,14 @@ from peft import PeftModel
 from trainers import make
 from transformers.trainer_callback import TrainerCallback
 
+from grpo.data.files import Row
+from grpo.evaluate.heldout import HeldoutEvaluation
+from grpo.evaluate.progress import Progress
 from grpo.plan.hub import read_json
-from grpo.run.folder import ADAPTER, BEST
+from grpo.run.best import loading_advice
+from grpo.run.folder import ADAPTER, BEST, RunState
+from grpo.settings import Settings
+from grpo.tasks.simulator import SimulationPlan
 
 
 def test_what_is_measured_reaches_logs_and_trackers(tiny, tmp_path):
@@ -69,6 +77,46 @@ def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
     assert ((folder / BEST / ADAPTER).read_bytes() == (folder / ADAPTER).read_bytes()) == (best["step"] == 5)
     with zipfile.ZipFile(folder.with_name("run.zip")) as archive:
         assert archive.namelist()[0].startswith(f"run/{BEST}/")
+
+
+class ScriptedEvaluation(HeldoutEvaluation):
+    """An evaluation of a model whose rewards are in `rewards`, a list by prompt."""
+
+    rewards = ()
+
+    def measure(self, base=False, greedy=False):
+        return {"reward": sum(self.rewards) / len(self.rewards), "reward_by_prompt": list(self.rewards)}
+
+
+def test_the_best_adapter_is_compared_with_the_sampled_base_model_and_the_best_constant_action(tmp_path, monkeypatch):
+    """The base model's greedy answers are another figure. Six prompts, of which [1] earns 0.5 each."""
+    rows = [Row("a.csv", n, (("user", str(n)),), (0.0, 0.5), {}) for n in range(6)]
+    evaluation = ScriptedEvaluation(None, rows, True, [], [], [], None)
+    results = {"before": {"reward": 0.2, "reward_by_prompt": [0.2] * 6}, "before_greedy": {"reward": 0.9}}
+    results |= {"constant": 0.5, "constant_action": 1, "by_day": False}
+    monkeypatch.setattr("grpo.evaluate.progress.measure_rewards", lambda *arguments, **options: dict(results))
+    monkeypatch.setattr(Progress, "evaluation", lambda self, trainer: evaluation)
+    resolved = SimpleNamespace(settings=Settings(), eval_rows=rows, best_by="reward", exact=True)
+    resolved.state, resolved.closed_loop = RunState(tmp_path), SimulationPlan()
+    model = SimpleNamespace(save_pretrained=lambda folder: (Path(folder) / ADAPTER).write_text("weights"))
+    trainer = SimpleNamespace(model=model, reward_summary="action x 1", run=SimpleNamespace(folder=tmp_path))
+    trainer.state = SimpleNamespace(global_step=1)
+    progress = Progress(resolved)
+    progress.before(trainer)
+    constant = "always [1], the best constant action"
+    for step, reward, words in (
+        (1, 0.3, f"it is better than the base model, but is worse than {constant}"),
+        (2, 0.7, f"it is better than the base model and {constant}"),
+    ):
+        trainer.state.global_step, evaluation_rewards = step, [reward] * 6
+        monkeypatch.setattr(ScriptedEvaluation, "rewards", evaluation_rewards)
+        progress.during(trainer)
+        best = read_json(tmp_path / BEST / "best.json")
+        assert (best["base_value"], best["better_than_base"], best["value"]) == (0.2, True, pytest.approx(reward))
+        assert words in best["in_words"] and words in (tmp_path / BEST / "README.md").read_text()
+        assert loading_advice(best, step).startswith(
+            "**Load the adapter" if step == 2 else f"**No adapter beats {constant}"
+        )
 
 
 def test_evaluations_leave_no_trace_in_what_is_learned(measured, tmp_path):

@@ -4,6 +4,7 @@
 import base64
 import html
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas
@@ -11,6 +12,7 @@ import pytest
 import report
 from run_folders import EVALUATION, GPU, metrics_row, plant_record, write_run
 
+import rewards
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_data
 from grpo.evaluate.page import write_report
@@ -18,8 +20,10 @@ from grpo.evaluate.pictures import CURVES
 from grpo.evaluate.report import choices_rows, facts
 from grpo.evaluate.run_data import read_examples, read_metrics, read_run
 from grpo.evaluate.tables import evaluation_table
+from grpo.run.best import describe_best, loading_advice, read_comparisons
 from grpo.run.logs import EVALUATED
 from grpo.settings import InputError, Problems
+from grpo.tasks.verdict import BASE, Comparison, verdict
 
 
 def completion_row(step: int, text: str = "[1]", **cells: object) -> dict[str, object]:
@@ -82,6 +86,69 @@ def test_the_page_of_a_full_run_is_one_file_without_network_and_tells_all(full):
     ]  # fmt: skip
     assert [word for word in words if word not in text] == []
     assert "someone" not in text and "|DATA|" in text and "|LORA_R|" not in text
+
+
+CONSTANTS = [  # reward of the best constant action, beside 0.600 (0.570 to 0.630) of the trained model; words
+    (0.5, "is better than the base model and always [0], the best constant action"),
+    (0.6, "is better than the base model, but cannot be told from always [0], the best constant action"),
+    (0.65, "is better than the base model, but is worse than always [0], the best constant action"),
+]
+
+
+@pytest.mark.parametrize(("constant", "words"), CONSTANTS)
+def test_report_and_table_say_the_same_of_the_best_constant_action(tmp_path, constant, words):
+    """From the interval of the trained model in a record of an earlier version, else from the paired difference."""
+    old = EVALUATION | {"constant": constant, "by_day": True}
+    gain = {"reward_low": 0.57 - constant, "reward_high": 0.63 - constant, "clusters": 12}
+    new = EVALUATION | {"constant": 0.0, "by_day": True, "difference_constant": {"reward": 0.6 - constant} | gain}
+    for name, evaluation in (("old", old), ("new", new)):
+        folder = write_run(tmp_path / name, [metrics_row(1)], evaluation=evaluation)
+        table = " ".join(evaluation_table(evaluation).split())
+        for text in (text_of(write_report(folder).parent), table):
+            assert f"the trained model {words}" in text
+            assert ("an interval over few days cannot show rare losses" in text) is (name == "new")
+    assert "trained - always [0]" in table
+
+
+def test_a_single_held_out_day_shows_nothing(tmp_path):
+    day = {"reward": 10.432, "reward_low": 10.432, "reward_high": 10.432}  # as an earlier version wrote it
+    for number, difference in enumerate((day, rewards.paired_difference([0.0] * 3, [10.432] * 3, [1, 1, 1]))):
+        evaluation = EVALUATION | {"difference": difference, "constant": -5.0, "by_day": True}
+        text = text_of(write_report(write_run(tmp_path / str(number), [metrics_row(1)], evaluation=evaluation)).parent)
+        assert "better than the base model" not in text and "cannot be told from the base model" in text
+    assert "a single day shows nothing" in text
+
+
+def best_record(**changes):
+    """best.json of step 10, better than the base model by its reward."""
+    record = {"by": "reward", "step": 10, "value": 0.6, "base_value": 0.4, "better_than_base": True} | changes
+    record["comparisons"] = [asdict(comparison) for comparison in record.get("comparisons", [])]
+    return record | {"in_words": describe_best(record)}
+
+
+BEST_RECORDS = [  # record of the best adapter, how the advice begins
+    (best_record(), "Load the adapter in best/"),
+    (best_record(value=0.4, better_than_base=False), "No adapter beats the base model"),
+    (best_record(comparisons=[Comparison(BASE, 0.1, 0.3, 12)]), "Load the adapter in best/"),
+    (best_record(comparisons=[Comparison(BASE, -0.1, 0.3, 12)]), "No adapter is shown to beat the base model"),
+    (
+        best_record(comparisons=[Comparison(BASE, 0.1, 0.3, 12), Comparison("always [0]", -0.2, -0.1, 12)]),
+        "No adapter beats always [0]",
+    ),
+    ({}, "Load the last step's adapter, in the run's folder: nothing was measured"),
+]
+
+
+@pytest.mark.parametrize(("record", "words"), BEST_RECORDS)
+def test_the_report_gives_the_advice_of_the_card(tmp_path, record, words):
+    folder = write_run(tmp_path / "run", [metrics_row(30)], **{"best/best": record} if record else {})
+    (folder / "adapter_model.safetensors").touch()
+    text = text_of(write_report(folder).parent)
+    advice = loading_advice(record, 30)
+    assert advice.replace("**", "").replace("`", "").strip() in text and words in text
+    assert ("Load the adapter in best/" in text) is (words == "Load the adapter in best/")
+    if record:
+        assert record["in_words"] in text and verdict(read_comparisons(record), "it") in text
 
 
 @pytest.mark.parametrize("steps, figures", [(0, 0), (3, 7)])

@@ -152,6 +152,12 @@ def loses_a_log_prob(stub, monkeypatch):
     monkeypatch.setattr(stub, "_logprobs", lambda values: report([math.nan, *values[1:]]))
 
 
+def loses_a_token(stub, monkeypatch):
+    """A log-prob that is not a number: the others agree, and a mean that leaves it out would pass."""
+    report = stub._report
+    monkeypatch.setattr(stub, "_report", lambda values: report(values.index_fill(-1, torch.tensor([0]), math.nan)))
+
+
 def breaks_in_its_sleep(stub, monkeypatch):
     wake = stub.wake_up
 
@@ -170,6 +176,7 @@ def breaks_in_its_sleep(stub, monkeypatch):
         (lambda stub, _: setattr(stub, "shift", math.nan), f"{BASE}, fixed tokens: .* differ by nan"),
         (breaks_in_decoding, f"{BASE}, sampled tokens: .* differ by 0.3"),
         (loses_a_log_prob, f"{BASE}, sampled tokens: .* differ by nan"),
+        (loses_a_token, f"{BASE}, fixed tokens: .* differ by nan"),
         (breaks_in_its_sleep, "after a sleep, fixed tokens"),
     ],
 )

@@ -46,7 +46,18 @@ def test_a_record_with_a_valid_seal_that_no_run_wrote_begins_again(tmp_path, cha
     record = kept(tmp_path, 25, 12.0) | changes
     write_sealed(tmp_path / BEST / "best.json", {name: value for name, value in record.items() if value is not None})
     assert kept(tmp_path, 50, 15.0)["step"] == 50
-    assert "Nothing was measured" in loading_advice({"step": 5}, 5)
+    assert "nothing was measured" in loading_advice({"step": 5}, 5)
+
+
+@pytest.mark.parametrize(
+    ("by", "value", "is_better_than_base"),
+    [("reward", 0.41, True), ("reward", 0.4, False), ("plant", 19.9, True), ("plant", 20.0, False)],
+)
+def test_a_step_that_only_equals_the_base_model_is_not_better(tmp_path, by, value, is_better_than_base):
+    figures = {"reward": value} if by == "reward" else {}
+    record = kept(tmp_path, 25, value if by == "plant" else 99.0, by=by, **figures)
+    assert record["better_than_base"] is is_better_than_base
+    assert ("No adapter beats the base model" in loading_advice(record, 25)) is not is_better_than_base
 
 
 @pytest.mark.parametrize("at", ["save", "write", "first rename", "second rename"])

@@ -49,6 +49,7 @@ def test_what_may_not_continue(tmp_path):
     assert "LEARNING_RATE: the run in" in problem and "started with 5e-05, now it is 1e-06" in problem
     assert "LOG_PROMPTS=0 to continue it" in only(inspect(settings, LOG_PROMPTS=True)[1]), "it adds a column"
     problem = only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
+    assert "an earlier version held other rows out: finish the run with that version" in problem
     assert "started on other rows" in problem and "Restore DATA, EVAL_DATA and EVAL_SAMPLES to continue it" in problem
     problem = only(inspect(settings, TOTAL_STEPS=3)[1])
     assert problem.startswith("TOTAL_STEPS: ") and "has 4 steps, more than 3. Set TOTAL_STEPS=4 or higher" in problem

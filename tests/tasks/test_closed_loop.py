@@ -267,3 +267,30 @@ def test_what_was_measured_of_the_base_model_is_kept_only_if_it_is_the_same_meas
         other = record_of(others, samples, seed=seed)
         tes_record.keep_base(other, earlier)
         assert "base" not in other["totals"]
+
+
+def test_windows_of_the_same_days_in_two_profiles_count_as_one():
+    """They share the weather and the grid's CO2. A third of other days makes the interval possible."""
+
+    def totals(names):
+        windows = []
+        for number, name in enumerate(names):
+            means = {"optimum": 100.0, "base": 110.0 + int(name[-1]), "trained": 105.0, "always_0": 120.0}
+            means |= {"charge_when_clean": 100.0 + number, "always_3": 130.0}
+            policies = {
+                policy: {"mean": {"priced_kg": kg, "unserved_kwh": 0.0}, "unparsed": 0, "answers": 30}
+                for policy, kg in means.items()
+            }
+            windows.append({"name": f"{'ab'[number % 2]}: {name}", "policies": policies})
+        record = {"windows": windows}
+        tes_record.add_totals(record)
+        return record
+
+    twice = totals(["2025-07-01", "2025-07-01", "2025-07-04", "2025-07-04"])
+    assert twice["totals"]["base"]["regret_percent_low"] is None, "two days"
+    days = ["2025-07-01", "2025-07-04", "2025-07-07"]
+    once, twice = totals(days), totals(sorted(days * 2))
+    for name in ("base", "trained"):
+        assert twice["totals"][name]["regret_percent_low"] == once["totals"][name]["regret_percent_low"]
+    assert twice["difference"] == once["difference"] and once["difference"]["regret_percent_high"] < 0
+    assert once["difference_rule"]["regret_percent"] == 4.0, "from charge_when_clean, the best of the three rules"

@@ -68,6 +68,33 @@ def test_the_verdict_follows_the_interval_and_a_lower_regret_is_better(low, high
     assert not SIMULATOR.report({}).verdict and not SIMULATOR.report({}).rows
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (-3.0, -1.0, "is better than the base model and the best fixed rule, follow_the_load"),
+        (1.0, 3.0, "is better than the base model, but is worse than the best fixed rule, follow_the_load"),
+        (-1.0, 3.0, "is better than the base model, but cannot be told from the best fixed rule, follow_the_load"),
+    ],
+)
+def test_report_and_table_compare_with_the_best_rule(low, high, words):
+    record = plant_record("always_0", "follow_the_load") | {"samples": 1, "exact": True}
+    record["difference"] |= {"regret_percent_low": -9.0, "regret_percent_high": -8.0}
+    record["difference_rule"] = {"regret_percent_low": low, "regret_percent_high": high}
+    assert f": the trained model {words}. " in SIMULATOR.report(record).verdict
+    assert f"the trained model {words}" in " ".join(SIMULATOR.table(record).split())
+
+
+def test_a_single_window_shows_nothing():
+    record = plant_record("always_0") | {"windows": [{}]}
+    for total in record["totals"].values():
+        total |= {"regret_percent_low": None, "regret_percent_high": None}
+    rule = "the best fixed rule, always_0"
+    words = (
+        f"this evaluation cannot tell the trained model from the base model or {rule}; a single window shows nothing"
+    )
+    assert words in SIMULATOR.report(record).verdict
+
+
 UNSERVED = {"unserved_windows": 2, "worst_window": "july: 2025-07-07", "worst_unserved_kwh": 6.54}
 SERVED = {"unserved_windows": 0, "worst_window": None, "worst_unserved_kwh": 0.01}
 INTERVAL = {"regret_percent_low": 3.0, "regret_percent_high": 30.0}

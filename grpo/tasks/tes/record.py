@@ -11,6 +11,7 @@ import numpy as np
 import rewards
 from grpo.phases import ROWS_S, Phase
 from grpo.settings import Settings
+from grpo.tasks.figure_text import finite_number
 from grpo.tasks.simulator import GREEDY, Record, SimulationPlan
 from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import profiles as tes_profiles
@@ -20,7 +21,7 @@ from grpo.tasks.tes.prompts import State, render_full, state_at
 
 MODELS = ("base", "trained")
 MODEL_POLICIES = (*MODELS, *(name + GREEDY for name in MODELS))
-LEAST_WINDOWS = 3  # fewer windows give no interval
+LEAST_WINDOWS = 3  # windows of fewer different days give no interval
 UNSERVED_KWH = 0.05  # A window in which more load than this stays unserved is counted.
 
 
@@ -104,17 +105,20 @@ def add_policy(
 
 
 def add_totals(record: Record) -> None:
-    """From `mean` alone: totals, regret with its interval, windows with unserved load, and both models' difference."""
+    """From `mean` alone: totals, regret with its interval, windows with unserved load, and the trained model's
+    difference from the base model and from the best rule."""
     windows = [entry["policies"] for entry in record["windows"]]
     priced = {name: [policies[name]["mean"]["priced_kg"] for policies in windows] for name in windows[0]}
+    # Windows of the same days in several profiles share their weather and the grid's CO2: they count as one.
+    dates = [entry["name"].rpartition(": ")[2] for entry in record["windows"]]
     optimum = priced["optimum"]
     whole = math.fsum(optimum)
 
     def regret(mine: str, other: str) -> dict[str, float | None]:
         above = [100 * (a - b) for a, b in zip(priced[mine], priced[other], strict=True)]
         low = high = None
-        if len(optimum) >= LEAST_WINDOWS and whole > 0:
-            low, high = rewards.confidence_interval(above, optimum)
+        if len(set(dates)) >= LEAST_WINDOWS and whole > 0:
+            low, high = rewards.confidence_interval(above, optimum, dates)
         percent = math.fsum(above) / whole if whole > 0 else None
         figures = {"regret_percent": percent, "regret_percent_low": low, "regret_percent_high": high}
         return {name: json_number(value) for name, value in figures.items()}
@@ -131,9 +135,19 @@ def add_totals(record: Record) -> None:
         sums = {key: json_number(math.fsum(entry["mean"][key] for entry in entries)) for key in entries[0]["mean"]}
         counts = {key: json_number(sum(entry[key] for entry in entries)) for key in ("unparsed", "answers")}
         record["totals"][name] = sums | losses(name) | regret(name, "optimum") | counts
-    record.pop("difference", None)
+    for name in ("difference", "difference_rule"):
+        record.pop(name, None)
     if priced.keys() >= set(MODELS):
         record["difference"] = regret("trained", "base")
+    if "trained" in priced and (rule := best_rule(record["totals"])):
+        record["difference_rule"] = regret("trained", rule)
+
+
+def best_rule(totals: Mapping[str, Mapping[str, object]]) -> str | None:
+    """The fixed rule of the lowest regret, constant actions among them; None if `totals` has no rule with a regret."""
+    regrets = {name: finite_number(totals[name].get("regret_percent")) for name in loop.RULES if name in totals}
+    known = {name: regret for name, regret in regrets.items() if not math.isnan(regret)}
+    return min(known, key=known.__getitem__, default=None)
 
 
 def keep_base(record: Record, earlier: Record) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from grpo.data.files import Row, find_files, read_rows
 from grpo.data.prompts import open_answer, render
 from grpo.settings import InputError, Problems, Settings
-from grpo.tasks.figure_text import finite_number, object_at, table_lines, verdict_of, with_interval
+from grpo.tasks.figure_text import finite_number, object_at, table_lines, with_interval
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.closed_loop import DECISIONS
@@ -19,6 +19,7 @@ from grpo.tasks.tes.plant import PLANT
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import prompt_kind, renderer
 from grpo.tasks.tes.record import ClosedLoopPlan
+from grpo.tasks.verdict import BASE, RARE_LOSSES, Comparison, verdict
 
 PROFILE = "data/profile_heldout.csv"  # of the demo's held-out rows
 HEADER = ("", "CO2, kg", "Cycled, kWh", "Regret, %", "Unparsed", "Unserved, kWh", "In windows", "Worst window (kWh)")
@@ -26,10 +27,7 @@ NOTE = (
     "Totals over all windows. Regret: cost above the optimum's, in brackets its 95% interval over windows. Little CO2 "
     "is worth nothing where load stays unserved."
 )
-RARE_LOSSES = (  # measured with such losses; docs/evaluation.md says the same
-    "Load stayed unserved in some windows, and an interval over few windows cannot show rare losses: with one window "
-    "in ten bearing a large loss, 38% of such intervals hold the truth at five windows, 65% at 15."
-)
+UNSERVED_LOSSES = f"Load stayed unserved in some windows, and {RARE_LOSSES.format('window')}."
 
 
 def skip_reason(settings: Settings, kind: str | None, use_vllm: bool, is_chosen: bool) -> str:
@@ -152,28 +150,52 @@ class ClosedLoop(Simulator):
         if "difference" in record:
             change = with_interval(record["difference"], "regret_percent", "+.1f", "95% interval ")
             lines.append(f"  trained against base: regret {change} points")
+        if comparisons := self.comparisons(record):
+            lines += textwrap.wrap(verdict(comparisons), 110, initial_indent="  ", subsequent_indent="    ")
         if any(map(hides_losses, record["totals"].values())):
-            lines += textwrap.wrap(f"* {RARE_LOSSES}", 110, initial_indent="  ", subsequent_indent="    ")
+            lines += textwrap.wrap(f"* {UNSERVED_LOSSES}", 110, initial_indent="  ", subsequent_indent="    ")
         return "\n".join(lines)
 
+    def comparisons(self, record: Record) -> list[Comparison]:
+        """Gains are regret that the trained model saves. A record of an earlier version has no `difference_rule`: there
+        the rule's regret is compared with the interval of the trained model's own."""
+        totals, windows = object_at(record, "totals"), len(record.get("windows", ()))
+        gains = []
+        if "base" in totals and "trained" in totals:
+            gains.append(saved_regret(BASE, object_at(record, "difference"), 0.0, windows))
+        if "trained" in totals and (rule := tes_record.best_rule(totals)):
+            paired = object_at(record, "difference_rule")
+            regret = 0.0 if paired else finite_number(totals[rule].get("regret_percent"))
+            gains.append(saved_regret(f"the best fixed rule, {rule}", paired or totals["trained"], regret, windows))
+        return gains
+
     def report(self, record: Record) -> ReportSection:
-        verdict, base, trained = "", object_at(record, "totals", "base"), object_at(record, "totals", "trained")
+        sentences, base, trained = "", object_at(record, "totals", "base"), object_at(record, "totals", "trained")
         if base and trained:
             change = object_at(record, "difference")
-            low, high = (finite_number(change.get(f"regret_percent_{end}")) for end in ("low", "high"))
             regret = [finite_number(total.get("regret_percent")) for total in (base, trained)]
             unserved = [finite_number(total.get("unserved_kwh")) for total in (base, trained)]
             difference = with_interval(change, "regret_percent", "+,.1f", "95% interval ")
-            verdict = (
+            sentences = (
                 f"At the plant regret went from {regret[0]:,.1f}% to {regret[1]:,.1f}%, by {difference} points: "
-                f"{verdict_of(-high, -low)}. "
+                f"{verdict(self.comparisons(record))}. "
                 f"Load left unserved: {unserved[0]:,.1f} kWh before, {unserved[1]:,.1f} after, "
                 f"{unserved_text(trained, len(record['windows']))}."
             )
-            verdict += f" {RARE_LOSSES}" if hides_losses(base) or hides_losses(trained) else ""
+            sentences += f" {UNSERVED_LOSSES}" if hides_losses(base) or hides_losses(trained) else ""
         is_marked = any(map(hides_losses, object_at(record, "totals").values()))
-        note = f"{NOTE} * {RARE_LOSSES}" if is_marked else NOTE
-        return ReportSection(verdict, "Closed loop at the plant", HEADER, policy_rows(record), note)
+        note = f"{NOTE} * {UNSERVED_LOSSES}" if is_marked else NOTE
+        return ReportSection(sentences, "Closed loop at the plant", HEADER, policy_rows(record), note)
+
+
+def saved_regret(other: str, figures: Mapping[str, object], regret: float, windows: int) -> Comparison:
+    """The comparison with a policy of this `regret`, from the interval of the trained model's in `figures`, over so
+    many `windows`. Only where there is none their number is said: the report warns of rare losses where load stayed
+    unserved."""
+    low, high = (regret - finite_number(figures.get(f"regret_percent_{end}")) for end in ("high", "low"))
+    if math.isnan(low + high):
+        return Comparison(other, None, None, windows, "window")
+    return Comparison(other, low, high, unit="window")
 
 
 def hides_losses(policy: Mapping[str, object]) -> bool:
