@@ -14,7 +14,8 @@ from grpo.data import scoring
 from grpo.data.files import Row, column_names, missing_actions_problem
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.data.scoring import RewardError, total
-from grpo.settings import Problems, Settings, show
+from grpo.numerals import gold_number
+from grpo.settings import Problems, Settings, one_line, show
 
 Specs = Sequence[tuple[str, float]]  # (name, weight) of each reward function
 Trial = tuple[Row, list[list[float]]]  # a row, and for each answer (GARBAGE first) the reward of each function
@@ -95,9 +96,13 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
 def check_answers(names: Collection[str], rows: Sequence[Row], problems: Problems) -> None:
     """Checks every row for the answer that `gsm8k` needs: `try_rewards` calls the function with a sample only."""
     for row in rows if "gsm8k" in names else ():
-        if rewards.number_of(str(row.columns.get("answer", ""))) is None:
+        answer = str(row.columns.get("answer", ""))
+        if gold_number(answer) is None:
+            problem = "there is no number"
+            if any(character.isdigit() for character in answer):
+                problem = f"{one_line(answer[-200:], 60)!r} is not one number"
             where = f"{row.file}, row {row.number}, column answer"
-            problems.add(where, "there is no number", "Write it behind ####, or choose other REWARDS")
+            problems.add(where, problem, "Write it behind ####, or choose other REWARDS")
             return
 
 

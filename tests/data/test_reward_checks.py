@@ -195,6 +195,11 @@ def test_every_row_has_the_answer_that_gsm8k_compares_with():
     for bad in ({"answer": "#### none"}, {"answer": None}, {}):
         problem = only(problems_of(*rows, dataclasses.replace(BARE, number=300, columns=bad), REWARDS="gsm8k"))
         assert problem.startswith("d.csv, row 300, column answer: there is no number")
+    for bad in ("7 boxes of 6, so 42", "#### 5-10", "x^2+1"):
+        problem = only(
+            problems_of(*rows, dataclasses.replace(BARE, number=300, columns={"answer": bad}), REWARDS="gsm8k")
+        )
+        assert problem.startswith(f"d.csv, row 300, column answer: {bad!r} is not one number. Write it behind ####")
 
 
 def test_a_call_that_fails_is_shown(my_rewards):
