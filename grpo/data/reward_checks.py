@@ -59,17 +59,25 @@ def check_heldout(
     tokenizer: Path | None = None,
     where: str = "EVAL_DATA",
     alternative: str = "set EVAL_SAMPLES=0",
+    columns: Collection[str] = (),
 ) -> None:
-    """Checks that the reward functions can score the held-out rows. `where` and `alternative` go into messages."""
+    """Checks that the reward functions can score the held-out rows. `where` and `alternative` go into messages;
+    `columns` are those of the training rows."""
     unrewarded = next((row for row in rows if not row.rewards), None)
     if unrewarded and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
         problems.add(f"{unrewarded.file}, columns", missing_actions_problem(unrewarded), f"Add them, or {alternative}")
         return
     check_answers([name for name, _ in specs], rows, problems)
+    fix = f"Give the held-out rows the columns that DATA has, or {alternative}"
+    for function in scoring.load_rewards(specs, settings):
+        # Without this column its first argument would get the completions instead.
+        if function.positional in set(columns) - set(column_names(rows)):
+            problems.add(where, f"{function.name} takes the column {function.positional!r}, which it lacks", fix)
+            return
     try:
         try_rewards(specs, settings, rows, tokenizer)
     except RewardError as error:
-        problems.add(where, str(error), f"Give the held-out rows the columns that DATA has, or {alternative}")
+        problems.add(where, str(error), fix)
 
 
 def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> None:
@@ -116,13 +124,34 @@ def completion_text(prompt: str, turn: str) -> str:
     return turn.removeprefix(rewards.assistant_turn(prompt, ""))
 
 
+def cell_kind(cell: object) -> str:
+    """What a reward function may have to tell apart in a column: types, empty cells, and text that is no number."""
+    if not isinstance(cell, str):
+        return type(cell).__name__ + (" of nothing" if isinstance(cell, (list, dict)) and not cell else "")
+    try:
+        float(cell)
+    except ValueError:
+        return "text" if cell.strip() else "empty"
+    return "number"
+
+
 def sample_rows(rows: Sequence[Row]) -> list[Row]:
-    """At most MOST_TRIED_ROWS rows, about equally many from each file; the choice is always the same."""
-    files: dict[str, list[Row]] = {}
-    for row in random.Random(0).sample(rows, len(rows)):
-        files.setdefault(row.file, []).append(row)
-    turns = itertools.zip_longest(*files.values())
-    return [row for turn in turns for row in turn if row is not None][:MOST_TRIED_ROWS]
+    """At most MOST_TRIED_ROWS rows, about equally many from each file, and always the same ones. Every kind of cell in
+    a column is among them, even if that takes more rows: one empty cell in thousands would end a run in the middle."""
+    shuffled = random.Random(0).sample(rows, len(rows))
+    files: dict[str, list[int]] = {}
+    kinds: set[tuple[str, str]] = set()
+    chosen = []
+    for n, row in enumerate(shuffled):
+        files.setdefault(row.file, []).append(n)
+        row_kinds = {(name, cell_kind(cell)) for name, cell in row.columns.items()}
+        row_kinds.add(("", f"{len(row.columns)} columns, {len(row.rewards)} actions"))
+        if not row_kinds <= kinds:
+            kinds |= row_kinds
+            chosen.append(n)
+    count = max(MOST_TRIED_ROWS, len(chosen))
+    chosen += [n for turn in itertools.zip_longest(*files.values()) for n in turn if n is not None]
+    return [shuffled[n] for n in list(dict.fromkeys(chosen))[:count]]
 
 
 def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[int]], list[str]]:

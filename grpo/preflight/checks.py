@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import Row, data_fingerprint
+from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.prompts import count_tokens
 from grpo.data.reward_checks import check_heldout, check_rewards
 from grpo.data.scoring import is_by_action
@@ -285,7 +285,8 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
     tokenizer = resolved.files.tokenizer if resolved.files and resolved.longest_prompt else None
     specs, garbage_warning = check_rewards(settings, resolved.rewards, resolved.rows, problems, tokenizer)
     if settings.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
-        check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer)
+        columns = column_names(resolved.rows)
+        check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer, columns=columns)
     names, every_row = [name for name, _ in resolved.reward_specs], [*resolved.rows, *resolved.eval_rows]
     check_direct(settings, names, every_row, tokenizer, problems)
     if settings.EXPECTED_REWARD and not resolved.expected_reward:

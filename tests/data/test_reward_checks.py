@@ -34,6 +34,7 @@ def narrow(completions): return [0.0]
 def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
 def same(completions, **columns): return [0.0 for _ in completions]
+def worth_of(worth, **columns): return [float(value) for value in worth]
 """
 # Modules of the user's; Python takes its own module for the last one, which nothing has imported before.
 MODULES = {
@@ -181,11 +182,38 @@ def test_functions_are_tried_on_rows_of_every_file(my_rewards):
     assert "unexpected keyword argument" in only(problems_of(noted, ROW, REWARDS="my_rewards:narrow"))
 
 
+ODD_CELLS = [(0.5, None), ("0.5", ""), ("0.5", "n/a"), (3, "3"), (["a"], []), ({"a": 1}, None)]
+
+
+@pytest.mark.parametrize(("usual", "odd"), ODD_CELLS)
+def test_a_single_odd_cell_of_thousands_is_tried(usual, odd):
+    """It would raise in the function in the middle of a run."""
+    rows = [dataclasses.replace(ROW, number=n, columns=ROW.columns | {"note": usual}) for n in range(1, 3000)]
+    row = dataclasses.replace(ROW, number=3000, columns=ROW.columns | {"note": odd})
+    assert row in sample_rows([*rows, row]) and len(sample_rows([*rows, row])) == 64
+    bare = dataclasses.replace(ROW, number=3000)  # a line of JSON may lack a key
+    assert bare in sample_rows([*rows, bare])
+
+
+def test_a_none_in_row_151_is_refused_before_the_run(my_rewards):
+    rows = [dataclasses.replace(BARE, number=n, columns=BARE.columns | {"worth": 0.5}) for n in range(1, 300)]
+    rows[150] = dataclasses.replace(rows[150], columns=BARE.columns | {"worth": None})
+    problem = only(problems_of(*rows, REWARDS="my_rewards:worth_of"))
+    assert "my_rewards:worth_of raised TypeError" in problem and "(my_rewards.py, line 16)" in problem
+    rows[150] = rows[149]
+    assert not problems_of(*rows, REWARDS="my_rewards:worth_of")
+
+
 def test_held_out_rows_that_the_rewards_cannot_score(my_rewards):
     """They lack the actions, or a column that a function asks for."""
     for name, words in (("regret", "there is no column reward_action_0"), ("my_rewards:polite", "argument: 'note'")):
         check_heldout([(name, 1.0)], Settings(), [BARE], problems := Problems(), TOKENIZER)
         assert words in only(problems)
+    specs, problems = [("my_rewards:worth_of", 1.0)], Problems()
+    check_heldout(specs, Settings(), [BARE], problems, TOKENIZER, columns=["user", "worth"])
+    assert only(problems).startswith(
+        "EVAL_DATA: my_rewards:worth_of takes the column 'worth', which it lacks. Give the"
+    )
 
 
 def test_every_row_has_the_answer_that_gsm8k_compares_with():
