@@ -16,9 +16,9 @@ A reward function takes lists with one entry per completion:
 
 The functions in this file get `completions` with their Harmony tokens. Your own get, by keyword, what TRL gives them,
 and the texts with Harmony tokens as `raw_completions` (docs/data.md, Your own rewards). `truncated` says which
-completions reached `MAX_COMPLETION_LEN`, and `columns` holds every column of the file by its name. `None` or NaN from all
-functions leaves a completion out of its group's mean and gives it no advantage (docs/data.md says what that teaches);
-beside a number it counts as 0, as in TRL.
+completions reached `MAX_COMPLETION_LEN`, and `columns` holds every column of the file by its name. `None` or NaN from
+all functions leaves a completion out of its group's mean and gives it no advantage (docs/data.md says what that
+teaches); beside a number it counts as 0, as in TRL.
 """
 
 import itertools

@@ -12,7 +12,7 @@ from statistics import fmean
 import rewards
 from grpo.data import scoring
 from grpo.data.files import Row, column_names, missing_actions_problem
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE, answer_of, count_tokens
 from grpo.data.scoring import RewardError, total
 from grpo.numerals import gold_number
 from grpo.settings import Problems, Settings, one_line, show
@@ -194,6 +194,40 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
         raise RewardError(f"{error}. {tried}, such as {completions[-1].decoded!r}") from error
     weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
     return [(row, list(itertools.islice(weighted, len(GARBAGE) + (len(row.rewards) or 2)))) for row in sample]
+
+
+def longest_answer_warning(
+    settings: Settings, names: Sequence[str], rows: Sequence[Row], tokenizer: Path | None
+) -> str | None:
+    """A warning if a row's correct answer, without any reasoning, has more tokens than MAX_COMPLETION_LEN, or None."""
+    if tokenizer is None or settings.DIRECT_ANSWERS:
+        return None
+    answers = {row.id: text for row in rows if (text := correct_completion(row, names))}
+    lengths = count_tokens(tokenizer, list(dict.fromkeys(answers.values())))
+    too_long = [row for row in rows if row.id in answers and lengths[answers[row.id]] > settings.MAX_COMPLETION_LEN]
+    if not too_long:
+        return None
+    row = max(too_long, key=lambda row: lengths[answers[row.id]])
+    longest = lengths[answers[row.id]]
+    return (
+        f"MAX_COMPLETION_LEN={settings.MAX_COMPLETION_LEN}: the answers of {len(too_long)} of {len(rows)} rows have "
+        f"more tokens and are cut, even without reasoning; the longest has {longest} ({row.file}, row {row.number}). "
+        f"Set MAX_COMPLETION_LEN={longest} at least"
+    )
+
+
+def correct_completion(row: Row, names: Sequence[str]) -> str | None:
+    """The shortest completion that these reward functions can take for correct; of `[k]` that with the last action.
+    None if it is unknown: of an own function only the column `answer` may tell it."""
+    if row.rewards and any(name == "format" or scoring.is_by_action(name) for name in names):
+        return completion_text(row.prompt, ANSWER_TURN.format(f"[{len(row.rewards) - 1}]"))
+    if "gsm8k" in names:
+        number = gold_number(str(row.columns.get("answer", "")))
+        return None if number is None else completion_text(row.prompt, ANSWER_TURN.format(number))
+    try:
+        return answer_of(row) if row.columns.get("answer") else None
+    except ValueError:  # Prompt and answer open different channels.
+        return None
 
 
 def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, problems: Problems) -> str | None:

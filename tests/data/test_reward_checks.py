@@ -12,7 +12,7 @@ from conftest import ROOT, write_csv
 from machines import only
 
 from grpo.data.files import Row, read_file
-from grpo.data.reward_checks import check_heldout, check_rewards, sample_rows, try_rewards
+from grpo.data.reward_checks import check_heldout, check_rewards, longest_answer_warning, sample_rows, try_rewards
 from grpo.plan.hub import TINY_PATH
 from grpo.settings import Problems, Settings
 
@@ -228,6 +228,33 @@ def test_every_row_has_the_answer_that_gsm8k_compares_with():
             problems_of(*rows, dataclasses.replace(BARE, number=300, columns={"answer": bad}), REWARDS="gsm8k")
         )
         assert problem.startswith(f"d.csv, row 300, column answer: {bad!r} is not one number. Write it behind ####")
+
+
+OPENED = "<|start|>assistant"
+DIGITS = dataclasses.replace(BARE, columns={"answer": "7 * 30 = 210\n#### 210"}, prompt=OPENED)
+ANSWERED = dataclasses.replace(BARE, columns={"answer": "Paris and not London"}, number=9, prompt=OPENED)
+MANY = dataclasses.replace(ROW, rewards=(0.0,) * 300, number=7, prompt=OPENED)
+LENGTHS = [  # (rows, REWARDS, tokens of the shortest correct answer, reason)
+    ([dataclasses.replace(ROW, prompt=OPENED), MANY], "regret", 8, "[299] has a token more than [1]"),
+    ([DIGITS], "gsm8k", 6, "the number alone, not the whole column"),
+    ([BARE, ANSWERED], "my_rewards:same", 20, "an own function may compare with the column `answer`"),
+    ([BARE], "my_rewards:same", 0, "nothing tells what is correct"),
+]
+
+
+@pytest.mark.parametrize(("rows", "names", "tokens", "reason"), LENGTHS)
+def test_answers_that_max_completion_len_cuts_are_noticed(rows, names, tokens, reason, my_rewards):
+    def warning(length, **settings):
+        return longest_answer_warning(Settings(MAX_COMPLETION_LEN=length, **settings), [names], rows, TOKENIZER)
+
+    assert warning(max(tokens, 1)) is None, reason
+    if tokens:
+        text = warning(tokens - 1)
+        assert f"the answers of 1 of {len(rows)} rows have more tokens" in text, reason
+        assert text.endswith(
+            f"the longest has {tokens} (d.csv, row {rows[-1].number}). Set MAX_COMPLETION_LEN={tokens} at least"
+        )
+        assert warning(tokens - 1, DIRECT_ANSWERS=True) is None, "a direct answer is one token"
 
 
 def test_a_call_that_fails_is_shown(my_rewards):
