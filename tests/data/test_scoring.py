@@ -45,7 +45,7 @@ def test_what_a_reward_may_return(result, message, tmp_path, monkeypatch):
 
 def test_rates_of_completions():
     """Two of four answer, one of them the best action; one was cut off. Without actions, text is an answer."""
-    row = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
+    row = Row("d.csv", 1, (("user", "x"),), (0.95, 1.0), {})
     answers = [("[1]", 10, False), ("[0]", 20, False), ("", 30, True), ("so", 40, False)]
 
     def rates(row):
