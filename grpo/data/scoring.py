@@ -2,6 +2,7 @@
 """Loads and calls reward functions as TRL 1.16 does; checks, training and evaluation all use it."""
 
 import asyncio
+import contextlib
 import copy
 import functools
 import importlib
@@ -12,7 +13,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,26 @@ class RewardError(RuntimeError):
     """A reward function raised an exception or returned something else than rewards; the message names the function."""
 
 
+@contextlib.contextmanager
+def undisturbed(name: str) -> Iterator[None]:
+    """Calls of the user's code `name`, of which nothing stays that would change the run around it: the current folder,
+    to which OUTPUT_DIR may be relative, and torch's switches, which a judge model's code likes to set. If the code has
+    forked this process and returns in the copy too, the copy ends: two processes would train in one folder."""
+    process, folder, torch = os.getpid(), os.getcwd(), sys.modules.get("torch")
+    before = (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else None
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os.write(2, f"REWARDS: {name} forked a process and returned in it; the copy ends here\n".encode())
+            os._exit(1)
+        os.chdir(folder)
+        if torch := sys.modules.get("torch"):
+            grad, dtype = before or (True, torch.float32)
+            torch.set_grad_enabled(grad)
+            torch.set_default_dtype(dtype)
+
+
 def load_reward(name: str) -> Callable[..., Any]:
     """The reward function `name` of rewards.py, or `module:function` from an installed package or else from the current
     folder. Raises ValueError if it cannot be loaded."""
@@ -63,15 +84,13 @@ def load_reward(name: str) -> Callable[..., Any]:
         raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest_hint(name, known)})")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
-    process = os.getpid()
     try:
-        reward = getattr(importlib.import_module(module), function)
+        with undisturbed(name):
+            reward = getattr(importlib.import_module(module), function)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # A user's module may raise anything, SystemExit included.
         raise ValueError(f"{name!r} cannot be loaded: {format_exception(error)}") from None
-    finally:
-        end_forked_copy(name, process)
     if not callable(reward):
         raise ValueError(f"{name!r} is no function")
     return reward
@@ -164,14 +183,6 @@ def positional_argument(function: Callable[..., Any]) -> str:
     return "" if first.name in TRL_ARGUMENTS else first.name
 
 
-def end_forked_copy(name: str, process: int) -> None:
-    """Ends this process at once if it is no longer `process`: the function `name` forked it and returned in both, and
-    two processes would train in one folder."""
-    if os.getpid() != process:
-        os.write(2, f"REWARDS: {name} forked a process and returned in it; the copy ends here\n".encode())
-        os._exit(1)
-
-
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
     """The loop in which all async functions run, from the check before a run to its end, as TRL keeps one for a run:
@@ -217,31 +228,28 @@ class Reward:
     def begin(self, completions: list[Any], **columns: Any) -> Rewards | Coroutine[Any, Any, Any]:
         """Calls the function: its rewards, or of an async one the coroutine that `finish` awaits."""
         # The count is taken before the call, because a function may change the list.
-        arguments, count, process = columns | self.options, len(completions), os.getpid()
+        arguments, count = columns | self.options, len(completions)
         try:
-            if self.positional and self.positional not in columns:
-                values = self.function(columns.get("raw_completions", completions), **arguments)
-            else:
-                values = self.function(completions=completions, **arguments)
+            with undisturbed(self.name):
+                if self.positional and self.positional not in columns:
+                    values = self.function(columns.get("raw_completions", completions), **arguments)
+                else:
+                    values = self.function(completions=completions, **arguments)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit too: it would end the run as if it were complete
             raise self.describe(error) from error
-        finally:
-            end_forked_copy(self.name, process)
         return values if isinstance(values, Coroutine) else validate_rewards(self.name, values, count)
 
     async def finish(self, coroutine: Coroutine[Any, Any, Any], count: int) -> Rewards:
         """The rewards of an async function for `count` completions."""
-        process = os.getpid()
         try:
-            values = await coroutine
+            with undisturbed(self.name):
+                values = await coroutine
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # A SystemExit would end the loop, and the run would wait for ever.
             raise self.describe(error) from error
-        finally:
-            end_forked_copy(self.name, process)
         return validate_rewards(self.name, values, count)
 
     def describe(self, error: BaseException) -> RewardError:

@@ -8,8 +8,10 @@ import dataclasses
 import gc
 import math
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, run_python
 from transformers import TrainerState
 
@@ -225,6 +227,30 @@ def test_a_function_that_forks_returns_in_one_process_alone(name, tmp_path):
     done = run_python("-c", FORKS.format(name=name), cwd=tmp_path, PYTHONPATH=ROOT)
     assert done.stdout == "[1.0, 1.0]\n"
     assert done.stderr == f"REWARDS: my_forks:{name} forked a process and returned in it; the copy ends here\n"
+
+
+MOVING = """
+import os, torch
+os.chdir("/")
+torch.set_grad_enabled(False)
+def plain(completions, **columns):
+    os.chdir("/")
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    return [1.0 for _ in completions]
+async def waits(completions, **columns):
+    return plain(completions)
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "waits"])
+def test_the_run_stays_where_it_is_and_torch_as_it_was(name, tmp_path, monkeypatch):
+    """A run whose OUTPUT_DIR is relative was written elsewhere."""
+    monkeypatch.delitem(sys.modules, "my_moves", raising=False)
+    (tmp_path / "my_moves.py").write_text(MOVING)
+    monkeypatch.chdir(tmp_path)
+    assert scores(f"my_moves:{name}", TEXT, ["[0]"]) == [1.0]
+    assert (Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()) == (tmp_path, True, torch.float32)
 
 
 def test_a_none_beside_a_number_is_said():
