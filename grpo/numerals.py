@@ -54,10 +54,12 @@ _NUMERAL = re.compile(
 )
 _EDGES = re.compile(r"^(?:[^\w.+\-<>≤≥≠±×÷·^/\\|]|_)+|(?:[^\w+\-<>≤≥≠±×÷·^/\\|]|_)+$")  # punctuation, emphasis
 _NAME = re.compile(r"[A-Za-z]+\d+[A-Za-z]*")  # such as B12
-_OPERATORS = frozenset("+-*/^×÷·±<>≤≥≠xX")
+_OPERATORS = frozenset("+-*/^×÷·±<>≤≥≠xX") | {"minus", "negative", "plus", "times", "over"}
 _JOINING = frozenset({"to", "or", "and", "through"})  # `5 to 10` and `42 or 43` are two numbers.
 # `3 million` may be 3 (how many millions?) or 3,000,000; `2 y` is a product.
-_WORDS = "k K M B bn mn tn mil mio hundred thousand million billion trillion dozen lakh crore pi π sqrt y n"
+_WORDS = (
+    "k K M B bn mn tn mil mio hundred thousand million billion trillion dozen lakh crore pi π sqrt y n squared cubed"
+)
 _SCALES = frozenset(_WORDS.split())
 _EASTERN_SCALES = tuple("百千万億亿兆")
 _MOST_CHARACTERS = 60  # of a numeral; Python refuses to read some that are longer
@@ -108,15 +110,18 @@ def marked_part(text: str) -> str | None:
 
 
 def sole_number(text: str) -> Fraction | None:
-    """The number of a text that names no other, behind its last `=`; None otherwise."""
-    numbers = read_numerals(normalized(text).rpartition("=")[2])
+    """The number of a text that names no other, behind its last `=`; None otherwise, as for `x = 5, y = 7`."""
+    calculation, _, result = normalized(text).rpartition("=")
+    if re.search(r"[,;]\s|\b(?:and|or)\b", calculation):
+        return None
+    numbers = read_numerals(result)
     return numbers[0] if len(set(numbers)) == 1 else None
 
 
 def read_numerals(text: str) -> list[Fraction | None]:
     """The value of every word of a `normalized` text that holds a digit: None if it is no number by itself, but part of
     a sum, a range, a power, a date, ..., or if it could be read as two, such as `9,5`."""
-    raw = ["", "", *text.split(), "", ""]
+    raw = ["", "", *re.sub(r"(?<=[^\W_])[^\S\n]*\n", ".\n", text).split(), "", ""]  # A line ends like a sentence.
     words = [word if word in _OPERATORS else _EDGES.sub("", word) for word in raw]
     is_numeral = [re.search(r"\d", word) is not None and not _NAME.fullmatch(word) for word in words]
     ends = [word[-1:] in ",.:!?)" for word in raw]  # A clause, or the number of a list's item, ends with this word.
