@@ -16,8 +16,9 @@ A reward function takes lists with one entry per completion:
 
 The functions in this file get `completions` with their Harmony tokens. Your own get, by keyword, what TRL gives them,
 and the texts with Harmony tokens as `raw_completions` (docs/data.md, Your own rewards). `truncated` says which
-completions reached `MAX_COMPLETION_LEN`, and `columns` holds every column of the file by its name. `None` or NaN leaves
-a completion out of its group's mean and gives it no advantage (docs/data.md says what that teaches).
+completions reached `MAX_COMPLETION_LEN`, and `columns` holds every column of the file by its name. `None` or NaN from
+all functions leaves a completion out of its group's mean and gives it no advantage (docs/data.md says what that
+teaches); beside a number it counts as 0, as in TRL.
 """
 
 import itertools
@@ -25,9 +26,10 @@ import math
 import random
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from decimal import Decimal
 from statistics import NormalDist
 from typing import Any
+
+from grpo.numerals import gold_number, number_of
 
 Column = Sequence[Any]  # The cells of a column: numbers, text, or any other JSON value.
 Scores = dict[str, Any]  # Figures, and lists of figures, by name.
@@ -37,7 +39,6 @@ Scores = dict[str, Any]  # Figures, and lists of figures, by name.
 _END = r"<\|(?:end|return|call|start|channel|endoftext)\|>"
 _FINAL = re.compile(rf"<\|channel\|>\s*final\b(?:(?!{_END}|<\|message\|>).)*<\|message\|>(.*?)(?={_END}|\Z)", re.DOTALL)
 _MARKER = re.compile(r"<\|(?:start|channel|message|end|return|call)\|>")
-_NUMBER = re.compile(r"-?\$?(?:\d[\d,]*)?(?:\.\d+|\d)")
 _ACTION = re.compile(r"\[\s*([0-9]{1,6})\s*\]")
 
 
@@ -200,24 +201,11 @@ def format(completions: Sequence[str], **columns: Column) -> list[float]:
     return [float(bool(answer and re.fullmatch(r"\s*\[[0-9]+\]\s*", answer))) for answer in answers]
 
 
-def number_of(text: str) -> Decimal | None:
-    """The first number after the last `####` of a text, or the last number of a text without `####`; None if there is
-    no number. Thousands separators, currency and percent signs are ignored, and 1050.00 equals 1050.
-
-    >>> [number_of(text) for text in ("6 * 7 = 42 #### 42 of 50", "so $1,050.00.", "#### -$3", "#### none", "")]
-    [Decimal('42'), Decimal('1050.00'), Decimal('-3'), None, None]
-    """
-    numbers = _NUMBER.findall(text.rpartition("####")[2])
-    if not numbers:
-        return None
-    return Decimal(numbers[0 if "####" in text else -1].replace(",", "").replace("$", ""))
-
-
 def gsm8k(
     completions: Sequence[str], *, answer: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Column
 ) -> list[float]:
     """1.0 if the final channel's number equals that of the column `answer` (`... #### 42`), else 0.0. A completion that
-    reached MAX_COMPLETION_LEN earns 0.0: its number may be cut. Raises ValueError if `answer` holds no number.
+    reached MAX_COMPLETION_LEN earns 0.0: its number may be cut. Raises ValueError if `answer` is not one number.
 
     Source: K. Cobbe et al., Training Verifiers to Solve Math Word Problems, 2021 (2110.14168).
 
@@ -228,8 +216,8 @@ def gsm8k(
     """
     scores = []
     for text, expected, cut in zip(completions, answer, truncated or [False] * len(completions), strict=True):
-        if (value := number_of(str(expected))) is None:
-            raise ValueError(f"the column `answer` holds no number: {expected!r}")
+        if (value := gold_number(str(expected))) is None:
+            raise ValueError(f"the column `answer` is not one number: {expected!r}")
         scores.append(float(not cut and number_of(final_channel(text) or "") == value))
     return scores
 

@@ -12,9 +12,9 @@ import pytest
 from conftest import ROOT, run_python
 
 ROOMS = [  # In the order of a run: each may import those before it; the entry and scripts/ any.
-    "rewards", "grpo.other_names", "grpo.settings_table", "grpo.settings", "grpo.phases", "grpo.data", "grpo.tasks",
-    "grpo.run", "grpo.plan", "grpo.preflight", "grpo.model", "grpo.rollout", "grpo.learn", "grpo.evaluate",
-    "grpo.measure", "grpo.verl",
+    "grpo.numerals", "rewards", "grpo.other_names", "grpo.settings_table", "grpo.settings", "grpo.phases", "grpo.data",
+    "grpo.tasks", "grpo.run", "grpo.plan", "grpo.preflight", "grpo.model", "grpo.rollout", "grpo.learn",
+    "grpo.evaluate", "grpo.measure", "grpo.verl",
 ]  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "peft", "vllm", "liger_kernel", "datasets"}
 ENTRY = ROOT / "train_grpo.py"

@@ -59,6 +59,25 @@ def test_any_text_parses_to_an_action_in_range_or_none(text, actions):
     assert action is None or 0 <= action < actions
 
 
+def test_only_the_assistants_last_turn_is_completed():
+    """A conversation has earlier ones, whose answers are not the completion's."""
+    earlier = f"<|start|>user<|message|>A?<|end|>{FINAL}[1]<|end|>{PROMPT}"
+    assert assistant_turn(earlier, THINK) == f"<|start|>assistant{THINK}"
+    assert parse_action(assistant_turn(earlier, THINK)) is None, "[1] was answered to another question"
+    opened = f"{earlier}<|channel|>final<|message|>"
+    assert parse_action(assistant_turn(opened, "[3]<|return|>")) == 3
+    assert assistant_turn("no turn", "[3]") == "[3]"
+
+
+def test_the_best_action_is_the_best_and_no_near_one():
+    """By `best`, by evaluations and by metrics.csv: the second action is worse by a thousandth."""
+    row = [0.5, 0.499, 0.5]
+    columns = {f"reward_action_{k}": [value] * 3 for k, value in enumerate(row)}
+    assert rewards.best([f"assistantfinal[{k}]" for k in range(3)], **columns) == [1.0, 0.0, 1.0]
+    assert rewards.score_answers([row], [[0, 1, 1, 2]])["best_action_rate"] == 0.5
+    assert rewards.best_action([0.499, 0.5, 0.5]) == 1
+
+
 TABLE = {"reward_action_0": [0.1, 0.1, 0.7], "reward_action_1": [0.9, 0.9, 0.7]}
 TEXTS = ["assistantfinal[1]", "analysis so [1]", "assistantfinal[0]"]
 

@@ -12,9 +12,10 @@ from statistics import fmean
 import rewards
 from grpo.data import scoring
 from grpo.data.files import Row, column_names, missing_actions_problem
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE, answer_of, count_tokens
 from grpo.data.scoring import RewardError, total
-from grpo.settings import Problems, Settings, show
+from grpo.numerals import gold_number
+from grpo.settings import Problems, Settings, one_line, show
 
 Specs = Sequence[tuple[str, float]]  # (name, weight) of each reward function
 Trial = tuple[Row, list[list[float]]]  # a row, and for each answer (GARBAGE first) the reward of each function
@@ -58,17 +59,25 @@ def check_heldout(
     tokenizer: Path | None = None,
     where: str = "EVAL_DATA",
     alternative: str = "set EVAL_SAMPLES=0",
+    columns: Collection[str] = (),
 ) -> None:
-    """Checks that the reward functions can score the held-out rows. `where` and `alternative` go into messages."""
+    """Checks that the reward functions can score the held-out rows. `where` and `alternative` go into messages;
+    `columns` are those of the training rows."""
     unrewarded = next((row for row in rows if not row.rewards), None)
     if unrewarded and {name for name, _ in specs} & rewards.ACTION_REWARDS.keys():
         problems.add(f"{unrewarded.file}, columns", missing_actions_problem(unrewarded), f"Add them, or {alternative}")
         return
     check_answers([name for name, _ in specs], rows, problems)
+    fix = f"Give the held-out rows the columns that DATA has, or {alternative}"
+    for function in scoring.load_rewards(specs, settings):
+        # Without this column its first argument would get the completions instead.
+        if function.positional in set(columns) - set(column_names(rows)):
+            problems.add(where, f"{function.name} takes the column {function.positional!r}, which it lacks", fix)
+            return
     try:
         try_rewards(specs, settings, rows, tokenizer)
     except RewardError as error:
-        problems.add(where, str(error), f"Give the held-out rows the columns that DATA has, or {alternative}")
+        problems.add(where, str(error), fix)
 
 
 def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> None:
@@ -95,9 +104,13 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
 def check_answers(names: Collection[str], rows: Sequence[Row], problems: Problems) -> None:
     """Checks every row for the answer that `gsm8k` needs: `try_rewards` calls the function with a sample only."""
     for row in rows if "gsm8k" in names else ():
-        if rewards.number_of(str(row.columns.get("answer", ""))) is None:
+        answer = str(row.columns.get("answer", ""))
+        if gold_number(answer) is None:
+            problem = "there is no number"
+            if any(character.isdigit() for character in answer):
+                problem = f"{one_line(answer[-200:], 60)!r} is not one number"
             where = f"{row.file}, row {row.number}, column answer"
-            problems.add(where, "there is no number", "Write it behind ####, or choose other REWARDS")
+            problems.add(where, problem, "Write it behind ####, or choose other REWARDS")
             return
 
 
@@ -111,13 +124,34 @@ def completion_text(prompt: str, turn: str) -> str:
     return turn.removeprefix(rewards.assistant_turn(prompt, ""))
 
 
+def cell_kind(cell: object) -> str:
+    """What a reward function may have to tell apart in a column: types, empty cells, and text that is no number."""
+    if not isinstance(cell, str):
+        return type(cell).__name__ + (" of nothing" if isinstance(cell, (list, dict)) and not cell else "")
+    try:
+        float(cell)
+    except ValueError:
+        return "text" if cell.strip() else "empty"
+    return "number"
+
+
 def sample_rows(rows: Sequence[Row]) -> list[Row]:
-    """At most MOST_TRIED_ROWS rows, about equally many from each file; the choice is always the same."""
-    files: dict[str, list[Row]] = {}
-    for row in random.Random(0).sample(rows, len(rows)):
-        files.setdefault(row.file, []).append(row)
-    turns = itertools.zip_longest(*files.values())
-    return [row for turn in turns for row in turn if row is not None][:MOST_TRIED_ROWS]
+    """At most MOST_TRIED_ROWS rows, about equally many from each file, and always the same ones. Every kind of cell in
+    a column is among them, even if that takes more rows: one empty cell in thousands would end a run in the middle."""
+    shuffled = random.Random(0).sample(rows, len(rows))
+    files: dict[str, list[int]] = {}
+    kinds: set[tuple[str, str]] = set()
+    chosen = []
+    for n, row in enumerate(shuffled):
+        files.setdefault(row.file, []).append(n)
+        row_kinds = {(name, cell_kind(cell)) for name, cell in row.columns.items()}
+        row_kinds.add(("", f"{len(row.columns)} columns, {len(row.rewards)} actions"))
+        if not row_kinds <= kinds:
+            kinds |= row_kinds
+            chosen.append(n)
+    count = max(MOST_TRIED_ROWS, len(chosen))
+    chosen += [n for turn in itertools.zip_longest(*files.values()) for n in turn if n is not None]
+    return [shuffled[n] for n in list(dict.fromkeys(chosen))[:count]]
 
 
 def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[int]], list[str]]:
@@ -160,6 +194,40 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
         raise RewardError(f"{error}. {tried}, such as {completions[-1].decoded!r}") from error
     weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
     return [(row, list(itertools.islice(weighted, len(GARBAGE) + (len(row.rewards) or 2)))) for row in sample]
+
+
+def longest_answer_warning(
+    settings: Settings, names: Sequence[str], rows: Sequence[Row], tokenizer: Path | None
+) -> str | None:
+    """A warning if a row's correct answer, without any reasoning, has more tokens than MAX_COMPLETION_LEN, or None."""
+    if tokenizer is None or settings.DIRECT_ANSWERS:
+        return None
+    answers = {row.id: text for row in rows if (text := correct_completion(row, names))}
+    lengths = count_tokens(tokenizer, list(dict.fromkeys(answers.values())))
+    too_long = [row for row in rows if row.id in answers and lengths[answers[row.id]] > settings.MAX_COMPLETION_LEN]
+    if not too_long:
+        return None
+    row = max(too_long, key=lambda row: lengths[answers[row.id]])
+    longest = lengths[answers[row.id]]
+    return (
+        f"MAX_COMPLETION_LEN={settings.MAX_COMPLETION_LEN}: the answers of {len(too_long)} of {len(rows)} rows have "
+        f"more tokens and are cut, even without reasoning; the longest has {longest} ({row.file}, row {row.number}). "
+        f"Set MAX_COMPLETION_LEN={longest} at least"
+    )
+
+
+def correct_completion(row: Row, names: Sequence[str]) -> str | None:
+    """The shortest completion that these reward functions can take for correct; of `[k]` that with the last action.
+    None if it is unknown: of an own function only the column `answer` may tell it."""
+    if row.rewards and any(name == "format" or scoring.is_by_action(name) for name in names):
+        return completion_text(row.prompt, ANSWER_TURN.format(f"[{len(row.rewards) - 1}]"))
+    if "gsm8k" in names:
+        number = gold_number(str(row.columns.get("answer", "")))
+        return None if number is None else completion_text(row.prompt, ANSWER_TURN.format(number))
+    try:
+        return answer_of(row) if row.columns.get("answer") else None
+    except ValueError:  # Prompt and answer open different channels.
+        return None
 
 
 def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, problems: Problems) -> str | None:

@@ -2,16 +2,19 @@
 """Loads and calls reward functions as TRL 1.16 does; checks, training and evaluation all use it."""
 
 import asyncio
+import contextlib
 import copy
+import functools
 import importlib
 import importlib.util
 import inspect
 import math
 import os
 import sys
+import threading
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, reward_column
 from grpo.settings import Settings, format_exception, nearest_hint, one_line, read_number, split_commas, text_of
 from grpo.settings_table import MOST_REWARD, MOST_WEIGHT
 
-Reward = Callable[..., list[float | None]]
+Rewards = list[float | None]
 # The arguments that every reward function gets beside the columns.
 TRL_ARGUMENTS = RESERVED_ARGUMENTS - {"prompt", "completion", "environments"}
 
@@ -51,6 +54,26 @@ class RewardError(RuntimeError):
     """A reward function raised an exception or returned something else than rewards; the message names the function."""
 
 
+@contextlib.contextmanager
+def undisturbed(name: str) -> Iterator[None]:
+    """Calls of the user's code `name`, of which nothing stays that would change the run around it: the current folder,
+    to which OUTPUT_DIR may be relative, and torch's switches, which a judge model's code likes to set. If the code has
+    forked this process and returns in the copy too, the copy ends: two processes would train in one folder."""
+    process, folder, torch = os.getpid(), os.getcwd(), sys.modules.get("torch")
+    before = (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else None
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os.write(2, f"REWARDS: {name} forked a process and returned in it; the copy ends here\n".encode())
+            os._exit(1)
+        os.chdir(folder)
+        if torch := sys.modules.get("torch"):
+            grad, dtype = before or (True, torch.float32)
+            torch.set_grad_enabled(grad)
+            torch.set_default_dtype(dtype)
+
+
 def load_reward(name: str) -> Callable[..., Any]:
     """The reward function `name` of rewards.py, or `module:function` from an installed package or else from the current
     folder. Raises ValueError if it cannot be loaded."""
@@ -64,7 +87,8 @@ def load_reward(name: str) -> Callable[..., Any]:
         sys.path.append(here)
     try:
         check_module_file(module.partition(".")[0])
-        reward = getattr(importlib.import_module(module), function)
+        with undisturbed(name):
+            reward = getattr(importlib.import_module(module), function)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # A user's module may raise anything, SystemExit included.
@@ -140,7 +164,7 @@ def read_completions(
     ]
 
 
-def validate_rewards(name: str, values: Any, count: int) -> list[float | None]:
+def validate_rewards(name: str, values: Any, count: int) -> Rewards:
     """The `values` of function `name` as a list. Raises RewardError unless they are `count` numbers, None or NaN."""
     returned = f"REWARDS: {name} returned"
     values = values.tolist() if hasattr(values, "tolist") else values
@@ -157,42 +181,96 @@ def validate_rewards(name: str, values: Any, count: int) -> list[float | None]:
     return numbers
 
 
-def is_called_by_keyword(function: Callable[..., Any]) -> bool:
-    """Whether a user's function is called by keyword alone, as in TRL; else it gets the completions by position."""
+def positional_argument(function: Callable[..., Any]) -> str:
+    """The name of a user's first argument if the completions may be meant by it: it has no default, none of TRL's
+    names, and there is no argument `completions`. Empty if the function is called by keyword alone, as in TRL."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # A function built into Python may have no signature.
-        return True
-    positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return not positional or positional[0] in TRL_ARGUMENTS or "completions" in parameters
+        return ""
+    first = next((p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
+    if first is None or first.default is not first.empty or "completions" in parameters:
+        return ""
+    return "" if first.name in TRL_ARGUMENTS else first.name
 
 
-def reward_callable(name: str, title: str, settings: Settings) -> Reward:
-    """A wrapper for a reward function, `async` or not, that `score` can call. It is called `title` in the logs,
-    passes INVALID_REWARD on and raises RewardError for any error.
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop in which all async functions run, from the check before a run to its end, as TRL keeps one for a run:
+    a client or semaphore of the user's module belongs to the loop that used it first. Its thread ends with the process.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async reward functions", daemon=True).start()
+    return loop
+
+
+def gather(coroutines: Sequence[Coroutine[Any, Any, Rewards]]) -> list[Rewards]:
+    """The results of coroutines that run at the same time in `event_loop`; the first exception is raised."""
+    if not coroutines:
+        return []
+
+    async def run_all() -> list[Rewards]:
+        return await asyncio.gather(*coroutines)
+
+    future = asyncio.run_coroutine_threadsafe(run_all(), event_loop())
+    try:
+        return future.result()
+    except BaseException:  # Such as a KeyboardInterrupt: the coroutines must not go on alone.
+        future.cancel()
+        raise
+
+
+class Reward:
+    """A function of REWARDS, `async` or not, called `title` in the logs. It passes INVALID_REWARD on and raises
+    RewardError for any error.
 
     A user's function is called by keyword as in TRL. The project's own functions, and a user's function whose first
-    argument has a name that TRL does not use, get completions with special tokens as their first argument."""
-    function, is_custom = load_reward(name), ":" in name
-    options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
-    by_keyword = is_custom and is_called_by_keyword(function)
+    argument has a name that neither TRL nor a column uses, get completions with special tokens as first argument."""
 
-    def reward(completions: list[Any], **columns: Any) -> list[float | None]:
-        texts = completions if by_keyword else columns.get("raw_completions", completions)
+    def __init__(self, function: Callable[..., Any], name: str, title: str, settings: Settings):
+        self.function, self.name, self.__name__, self.is_custom = function, name, title, ":" in name
+        self.options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
+        self.positional = positional_argument(function) if self.is_custom else "completions"
+
+    def __call__(self, completions: list[Any], **columns: Any) -> Rewards:
+        values, count = self.begin(completions, **columns), len(completions)
+        return gather([self.finish(values, count)])[0] if isinstance(values, Coroutine) else values
+
+    def begin(self, completions: list[Any], **columns: Any) -> Rewards | Coroutine[Any, Any, Any]:
+        """Calls the function: its rewards, or of an async one the coroutine that `finish` awaits."""
         # The count is taken before the call, because a function may change the list.
-        arguments, count = columns | options, len(completions)
+        arguments, count = columns | self.options, len(completions)
         try:
-            values = function(completions=texts, **arguments) if by_keyword else function(texts, **arguments)
-            values = asyncio.run(values) if inspect.iscoroutine(values) else values
+            with undisturbed(self.name):
+                if self.positional and self.positional not in columns:
+                    values = self.function(columns.get("raw_completions", completions), **arguments)
+                else:
+                    values = self.function(completions=completions, **arguments)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit too: it would end the run as if it were complete
-            location = error_location(error, name.partition(":")[0]) if is_custom else ""
-            raise RewardError(f"REWARDS: {name} raised {format_exception(error)}{location}") from error
-        return validate_rewards(name, values, count)
+            raise self.describe(error) from error
+        return values if isinstance(values, Coroutine) else validate_rewards(self.name, values, count)
 
-    reward.__name__ = title
-    return reward
+    async def finish(self, coroutine: Coroutine[Any, Any, Any], count: int) -> Rewards:
+        """The rewards of an async function for `count` completions."""
+        try:
+            with undisturbed(self.name):
+                values = await coroutine
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # A SystemExit would end the loop, and the run would wait for ever.
+            raise self.describe(error) from error
+        return validate_rewards(self.name, values, count)
+
+    def describe(self, error: BaseException) -> RewardError:
+        location = error_location(error, self.name.partition(":")[0]) if self.is_custom else ""
+        return RewardError(f"REWARDS: {self.name} raised {format_exception(error)}{location}")
+
+
+def reward_callable(name: str, title: str, settings: Settings) -> Reward:
+    """The reward function `name`, which `score` can call."""
+    return Reward(load_reward(name), name, title, settings)
 
 
 def is_by_action(name: str) -> bool:
@@ -219,8 +297,16 @@ def load_rewards(specs: Sequence[tuple[str, float]], settings: Settings) -> list
 
 
 def initial_trainer_state(total_steps: int) -> types.SimpleNamespace:
-    """A stand-in for transformers' TrainerState before the first step, for calls without a trainer."""
-    return types.SimpleNamespace(epoch=0, global_step=0, max_steps=total_steps, log_history=[])
+    """A stand-in for transformers' TrainerState in the first step, for calls without a trainer. It has every field, so
+    that no function passes the check and fails in training, or the other way round."""
+    return types.SimpleNamespace(
+        **{"epoch": 0, "global_step": 0, "max_steps": total_steps, "num_input_tokens_seen": 0, "total_flos": 0},
+        **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs"), 1),
+        **dict.fromkeys(("best_metric", "best_global_step", "best_model_checkpoint", "trial_name", "trial_params")),
+        **{"is_local_process_zero": True, "is_world_process_zero": True, "is_hyper_param_search": False},
+        log_history=[],
+        stateful_callbacks={},
+    )
 
 
 def log_nothing(name: str, value: Any) -> None:
@@ -236,7 +322,8 @@ def score(
     log_extra: Callable[..., None] = log_nothing,
     log_metric: Callable[..., None] = log_nothing,
 ) -> list[list[float]]:
-    """Calls each function once. Returns the rewards by completion and function (N, F), NaN for None.
+    """Calls each function once, async ones together. Returns the rewards by completion and function (N, F), with NaN
+    for None.
 
     `ids` are the completions' tokens, `columns` the names of all columns; a row that lacks one has None there."""
     cells = [reward_columns(completion.row) for completion in completions]
@@ -258,8 +345,35 @@ def score(
             "log_metric": log_metric,
         }
 
-    values = [function(**arguments()) for function in functions]
-    return [[math.nan if value is None else value for value in row] for row in zip(*values, strict=True)]
+    begun: list[Rewards | Coroutine[Any, Any, Any]] = []
+    try:
+        for function in functions:
+            begun.append(function.begin(**arguments()))
+    except BaseException:
+        for values in begun:
+            if isinstance(values, Coroutine):
+                values.close()  # Otherwise Python warns that it was never awaited.
+        raise
+    # As in TRL, async functions run at the same time, after all others.
+    pairs = list(zip(functions, begun, strict=True))
+    coroutines = [f.finish(values, len(completions)) for f, values in pairs if isinstance(values, Coroutine)]
+    awaited = iter(gather(coroutines))
+    finished = [next(awaited) if isinstance(values, Coroutine) else values for values in begun]
+    return [[math.nan if value is None else value for value in row] for row in zip(*finished, strict=True)]
+
+
+def partial_none_text(names: Sequence[str], scores: Sequence[Sequence[float]]) -> str | None:
+    """Says which functions left completions out (NaN in `scores`, N x F) that other functions gave a number, or None:
+    such a completion keeps its place in the group, and the missing number counts as 0, also beside a weight of 0."""
+    partly = [row for row in scores if any(map(math.isnan, row)) and not all(map(math.isnan, row))]
+    counts = {name: sum(math.isnan(row[i]) for row in partly) for i, name in enumerate(names)}
+    missing = ", ".join(f"{name} for {count} of {len(scores)}" for name, count in counts.items() if count)
+    if not missing:
+        return None
+    return (
+        f"REWARDS: {missing} completions returned None, and other functions a number. As in TRL, None then counts as 0 "
+        "in the sum; a completion is left out only if all functions return None, those of weight 0 too"
+    )
 
 
 def is_answer(completion: Completion) -> bool:

@@ -133,7 +133,7 @@ def expectation(shares: Sequence[float], values: Sequence[float]) -> float:
 
 def trainer_evaluation(trainer: Trainer, rows: Sequence[Row], exact: bool) -> HeldoutEvaluation:
     """The evaluation of held-out rows with a trainer's current model and its reward functions."""
-    functions = [function for function in trainer.reward_funcs if callable(function)]
+    functions = [function for function in trainer.reward_funcs if isinstance(function, Reward)]
     names, weights = trainer.reward_func_names, vars(trainer.args)["reward_weights"]
     return HeldoutEvaluation(TrainedModel(trainer), rows, exact, names, functions, weights, trainer.state)
 

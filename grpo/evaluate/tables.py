@@ -8,7 +8,7 @@ from typing import Any
 from grpo.tasks.figure_text import finite_number, object_at, table_lines, with_interval
 from grpo.tasks.verdict import BASE, Comparison, compare, verdict
 
-HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped"]
+HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped", "Answers by action"]
 # Names of the models for readers, by their keys in evaluation.json.
 MODEL_NAMES = {
     "before": "base model",
@@ -29,7 +29,7 @@ def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
             cells = [with_interval(figures, column) for column in ("reward", "regret")]
             rates = ("parse_rate", "best_action_rate", "clipped_ratio")
             shares = [with_interval(figures, column, ".2f") for column in rates]
-            rows.append([name, *cells, *shares])
+            rows.append([name, *cells, *shares, answers_by_action(figures)])
     rows += [["oracle", with_interval(evaluation, "oracle")]] if "oracle" in evaluation else []
     return [row + [""] * (len(HEADER) - len(row)) for row in rows]
 
@@ -49,6 +49,15 @@ def reward_comparisons(evaluation: Mapping[str, Any]) -> list[Comparison]:
         name = f"always [{evaluation['constant_action']}], the best constant action"
         comparisons.append(compare(name, object_at(evaluation, "difference_constant") or gain, unit=unit))
     return comparisons
+
+
+def answers_by_action(figures: Mapping[str, Any]) -> str:
+    """How many answers named each action and how many none: `[0] 12, [1] 0, none 3`; expected numbers if exact."""
+    counts = figures.get("action_counts")
+    if not isinstance(counts, list):
+        return ""
+    named = {f"[{k}]": count for k, count in enumerate(counts)} | {"none": figures.get("unparsed")}
+    return ", ".join(f"{name} {round(finite_number(count), 1):g}" for name, count in named.items())
 
 
 def evaluation_table(results: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ class RewardLookup:
 
     def rewards_of_actions(self, row: Row, state: TrainerState) -> list[float]:
         """Weighted rewards of an unreadable answer and of each action of `row`, summed over the looked-up functions;
-        NaN for an answer that one of them leaves out."""
+        NaN for an answer that one of them leaves out, unless its weight is 0: then it changes no reward in TRL."""
         if row.id not in self.tables:
             answers = ["", *(f"[{k}]" for k in range(len(row.rewards)))]
             texts = [completion_text(row.prompt, ANSWER_TURN.format(answer)) for answer in answers]
@@ -45,7 +45,8 @@ class RewardLookup:
             scores = score([self.functions[n] for n in self.action_functions], probes, ids, self.columns, state)
             weights = [self.weights[n] for n in self.action_functions]
             self.tables[row.id] = [
-                math.fsum(weight * value for weight, value in zip(weights, values, strict=True)) for values in scores
+                math.fsum(weight * value for weight, value in zip(weights, values, strict=True) if weight)
+                for values in scores
             ]
         return self.tables[row.id]
 
@@ -84,12 +85,13 @@ class RewardLookup:
         positions = self.answer_positions(completions, ids)
         for completion, position, values in zip(completions, positions, scores, strict=True):
             earned = [weight * value for weight, value in zip(self.weights, values, strict=True)]
-            sampled_reward = math.fsum(earned[n] for n in self.action_functions)
-            others = (value for n, value in enumerate(earned) if n not in self.action_functions)
+            counted = [n for n, weight in enumerate(self.weights) if weight]
+            sampled_reward = math.fsum(earned[n] for n in counted if n in self.action_functions)
+            others = (earned[n] for n in counted if n not in self.action_functions)
             other_reward = math.fsum(value for value in others if not math.isnan(value))
             action = completion.action
             table = self.rewards_of_actions(completion.row, state) if position >= 0 else []
-            if action is None or not table or any(map(math.isnan, [*values, *table])):
+            if action is None or not table or any(map(math.isnan, [*table, *(earned[n] for n in counted)])):
                 answers.append(AnswerRewards(total(earned), other_reward=other_reward))
             else:
                 surplus = sampled_reward - table[1 + action]

@@ -22,7 +22,7 @@ from trl import GRPOConfig
 
 from grpo.data.files import column_names
 from grpo.data.prompts import prompt_order, sampling_seed
-from grpo.data.scoring import Reward, RewardError, read_completions, score
+from grpo.data.scoring import Reward, RewardError, partial_none_text, read_completions, score
 from grpo.learn.answer_rewards import RewardLookup, expected_text
 from grpo.learn.context import RunContext
 from grpo.learn.distributed import ROLLOUT
@@ -44,22 +44,12 @@ from grpo.run.best import loading_advice, objection, read_best
 from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
 from grpo.run.durable import write_text
 from grpo.run.layout import BEST
-from grpo.run.logs import EVALUATED, LOG_METRIC, METRICS, FunctionLog, RunLog
+from grpo.run.logs import EVALUATED, LOG_METRIC, METRICS, TRL_FIGURES, FunctionLog, RunLog
 from grpo.settings import log
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Generated = tuple[list[list[int]], list[list[float | None]] | None]
-
-# Columns of metrics.csv that hold TRL's own metrics -> TRL's names of these.
-TRL_FIGURES = {name: name for name in ("reward", "reward_std", "loss", "grad_norm", "learning_rate", "kl", "entropy")}
-TRL_FIGURES |= {
-    "clip_fraction": "clip_ratio/region_mean",
-    "logp_diff_mean": "sampling/sampling_logp_difference/mean",
-    "logp_diff_max": "sampling/sampling_logp_difference/max",
-    "rollout_kl": "sampling/kl",
-    "is_ratio_mean": "sampling/importance_sampling_ratio/mean",
-}
 
 
 class Trainer(Learner):
@@ -95,6 +85,7 @@ class Trainer(Learner):
             config.num_generations = s.NUM_GENERATIONS  # `grpo_options` says why the config has another number.
         self.step_rewards: StepRewards | None = None  # Rewards of the last completions, with EXPECTED_REWARD.
         self.rollout: ScoredRollout | None = None  # None where the next step generates.
+        self.has_told_none = False  # Whether the log says what a None beside other rewards counts as.
         # TRL passes only the index of a row around; its columns are looked up where they are needed.
         data = Dataset.from_dict({"prompt": [row.prompt for row in run.rows], "row": list(range(len(run.rows)))})
         with experts_wrapped(model):
@@ -109,6 +100,8 @@ class Trainer(Learner):
             )
         # transformers sets it when training begins, but losses are computed before that too.
         self.current_gradient_accumulation_steps = 1
+        # Reward functions get the state in an evaluation before training too, and may divide by these.
+        self.state.max_steps, self.state.num_train_epochs = s.TOTAL_STEPS, 1
         self.remove_callback(PrinterCallback)  # training.log has a line for each step.
         weighted = zip(self.reward_func_names, weights, strict=True)
         self.reward_summary = ", ".join(f"{name} x {weight:g}" for name, weight in weighted)
@@ -313,6 +306,9 @@ class Trainer(Learner):
             logged = FunctionLog(len(decoded))
             log_functions = logged.log_extra, logged.log_metric
             scores = score(self.reward_funcs, decoded, completion_ids_list, self.columns, self.state, *log_functions)
+            if not self.has_told_none and (text := partial_none_text(self.reward_func_names, scores)):
+                self.has_told_none = True
+                log.warning("%s", text)
             per_function = torch.tensor(scores, dtype=torch.float32, device=self.accelerator.device)
             weights = self.reward_weights.to(per_function.device)
             totals = (per_function * weights).nansum(dim=1).masked_fill(per_function.isnan().all(dim=1), math.nan)
@@ -350,9 +346,8 @@ class Trainer(Learner):
     ) -> Tensor:
         """Computes rollout and rewards, then each micro-batch's gradient. Returns the step's loss, a scalar."""
         model.train()
-        s, step = self.run.settings, self.state.global_step
+        s, step, tokens = self.run.settings, self.state.global_step, self.state.num_input_tokens_seen
         index = step % s.steps_per_rollout  # Of this step among those that share its rollout.
-        tokens = self.state.num_input_tokens_seen
         with Phase(f"step {step + 1}", first_s=LINE_S):
             # TRL's _prepare_inputs is not called, because it shuffles completions (see `ScoredRollout.part`).
             if self.rollout is None:
@@ -410,6 +405,7 @@ class Trainer(Learner):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs `logs`, to which TRL adds its own metrics. Those of a training step become a row of metrics.csv, with
         the figures that are measured every EVAL_STEPS steps."""
+        failure: RewardError | None = None
         if is_step := "loss" in logs and self.model.training:
             row, rolled_out = self.timer.figures(), self.timer.parts["rollout"] > 0
             engine = self.run.engine
@@ -423,7 +419,10 @@ class Trainer(Learner):
             s, step = self.run.settings, self.state.global_step
             # The last step is measured after training.
             if s.EVAL_STEPS and step % s.EVAL_STEPS == 0 and step < s.TOTAL_STEPS:
-                row |= self.run_on_rank0(self.evaluation_figures) or {}
+                try:
+                    row |= self.run_on_rank0(self.evaluation_figures) or {}
+                except RewardError as error:  # The step is finished: it is logged and saved before the run ends.
+                    failure = error
             # The trackers get these too, except for names with a slash: TRL logs means of reward functions itself.
             figures = (self.run_log.rates if self.run_log else {}) | row
             logged: dict[str, float] = json.loads(str(figures.get(LOG_METRIC) or "{}"))
@@ -436,6 +435,10 @@ class Trainer(Learner):
         if is_step and self.run_log:
             row |= {column: logs.get(name) for column, name in TRL_FIGURES.items()}
             self.run_log.write_step(self.state.global_step, row)
+        if failure:
+            log.warning("step %d was not measured: a reward function failed in its evaluation", self.state.global_step)
+            self.save_last_step()
+            raise failure
 
     def evaluation_figures(self) -> dict[str, float]:
         """Measures the columns of metrics.csv that EVAL_STEPS asks for; none if there is no `measure`."""

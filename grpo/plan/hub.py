@@ -44,6 +44,7 @@ def has_mxfp4(config: ModelConfig | None) -> bool:
 
 
 TINY_PATH = ROOT / "data" / "tiny"
+TINY_ACTIONS = 4  # It was made to answer [0] to [3], the plant's actions, and never answers another one.
 REAL_MODEL = "openai/gpt-oss-20b"
 # The part of openai/gpt-oss-20b's config.json that memory is planned with before anything is downloaded.
 REAL_CONFIG: dict[str, Any] = {

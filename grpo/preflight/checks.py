@@ -6,17 +6,17 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import Row, data_fingerprint
+from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.prompts import count_tokens
-from grpo.data.reward_checks import check_heldout, check_rewards
+from grpo.data.reward_checks import check_heldout, check_rewards, longest_answer_warning
 from grpo.data.scoring import is_by_action
 from grpo.plan import hub, memory
 from grpo.plan.engine import LORA_RANKS
-from grpo.plan.hub import ModelConfig, ModelFiles
+from grpo.plan.hub import TINY_ACTIONS, ModelConfig, ModelFiles
 from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
 from grpo.plan.memory import PlanInputs, format_changes, host_shortfall, memory_shortfall, plan_memory
 from grpo.plan.targets import check_targets, expert_words, target_lines
@@ -260,7 +260,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
         check_memory(resolved.settings, resolved.inputs, problems)
         check_disk(resolved.settings, resolved.files, resolved.plan.adapter, problems)
     _, warnings = unknown_variables(environ)
-    warnings += filter(None, [garbage_warning])
+    warnings += filter(None, [garbage_warning, *answer_warnings(resolved)])
     if resolved.machine.capability >= BLACKWELL:
         warnings.append(blackwell_warning(resolved.machine, resolved.use_vllm))
     # No Hub kernel is known to handle attention sinks in its backward pass
@@ -308,7 +308,8 @@ def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
     tokenizer = resolved.files.tokenizer if resolved.files and resolved.longest_prompt else None
     specs, garbage_warning = check_rewards(settings, resolved.rewards, resolved.rows, problems, tokenizer)
     if settings.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
-        check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer)
+        columns = column_names(resolved.rows)
+        check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer, columns=columns)
     names, every_row = [name for name, _ in resolved.reward_specs], [*resolved.rows, *resolved.eval_rows]
     check_direct(settings, names, every_row, tokenizer, problems)
     if settings.EXPECTED_REWARD and not resolved.expected_reward:
@@ -328,6 +329,19 @@ def check_computed_model(resolved: ResolvedRun, problems: Problems) -> None:
     longest = plan.prompt_len + resolved.settings.MAX_COMPLETION_LEN
     for fault in vllm_faults(config, longest) if resolved.use_vllm else ():
         problems.add(where, fault, "Set USE_VLLM=0 (transformers generates, which takes longer)")
+
+
+def answer_warnings(resolved: ResolvedRun) -> Iterator[str | None]:
+    """Warnings about answers that no completion can hold: the tiny model's fifth action, and answers that are cut."""
+    most = max((len(row.rewards) for row in (*resolved.rows, *resolved.eval_rows)), default=0)
+    if resolved.settings.MODEL_ID == "tiny" and most > TINY_ACTIONS:
+        yield (
+            f"MODEL_ID=tiny: it answers [0] to [{TINY_ACTIONS - 1}] alone, and rows have up to {most} actions: "
+            f"[{TINY_ACTIONS}] and above are never answered. Name another model for results"
+        )
+    if resolved.files and resolved.longest_prompt:  # The tokenizer works.
+        names = [name for name, _ in resolved.reward_specs]
+        yield longest_answer_warning(resolved.settings, names, resolved.rows, resolved.files.tokenizer)
 
 
 def check_simulation(resolved: ResolvedRun, problems: Problems) -> None:

@@ -4,12 +4,15 @@
 Under torchrun, whose own exit code is 1 for every reason, the code and the reason are written into OUTPUT_DIR. A reader
 that closes the output (`| head`) does not change the exit code of a run."""
 
+import atexit
 import errno
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +28,7 @@ from grpo.run.ranks import RankLost, Ranks
 from grpo.settings import InputError, Settings, format_exception, log, one_line
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LEFT_BEHIND_S = 60.0  # Threads and processes that outlive a run have so long to finish their work.
 # Two SIGTERMs within this time are one request: a launcher has sent it twice, or a supervisor such as systemd has sent
 # it to every process, and the script above this one passed its own on.
 SAME_REQUEST_S, SAME_REQUEST_LAUNCHED_S = 1.0, 10.0
@@ -217,6 +221,32 @@ def end_quietly(main: Callable[[], int]) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
         return code
+    finally:
+        end_what_is_left(1 if code is None else code)
+
+
+def end_what_is_left(code: int) -> None:
+    """Ends this process with `code` LEFT_BEHIND_S after its main thread, if reward functions have left threads or
+    processes behind: Python waits for them for ever, and so would the bill of a rented GPU."""
+
+    def left_behind() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.is_alive() and not thread.daemon]
+
+    def wait_and_end() -> None:
+        threading.main_thread().join()
+        time.sleep(LEFT_BEHIND_S)
+        children, threads = multiprocessing.active_children(), left_behind()
+        if names := [*(child.name for child in children), *(thread.name for thread in threads)]:
+            text = f"still running {LEFT_BEHIND_S:g} s after the end, and ended now: {', '.join(names)}"
+            os.write(2, f"{text} (a reward function may have left it)\n".encode(errors="backslashreplace"))
+        for child in children:
+            child.terminate()
+        if threads:
+            atexit._run_exitfuncs()  # Such as a tracker's last upload.
+            os._exit(code)
+
+    if len(left_behind()) > 1 or multiprocessing.active_children():  # The main thread is one of them.
+        threading.Thread(target=wait_and_end, name="end", daemon=True).start()
 
 
 # Disks and permissions, which the user can mend: other OSErrors may be a fault of the program.

@@ -117,6 +117,15 @@ class CsvLog:
 
 
 BOX_WIDTH = 100  # A wider box breaks in a usual terminal.
+# Columns of metrics.csv that hold TRL's own metrics -> TRL's names of these.
+TRL_FIGURES = {name: name for name in ("reward", "reward_std", "loss", "grad_norm", "learning_rate", "kl", "entropy")}
+TRL_FIGURES |= {
+    "clip_fraction": "clip_ratio/region_mean",
+    "logp_diff_mean": "sampling/sampling_logp_difference/mean",
+    "logp_diff_max": "sampling/sampling_logp_difference/max",
+    "rollout_kl": "sampling/kl",
+    "is_ratio_mean": "sampling/importance_sampling_ratio/mean",
+}
 WATCHED = ("reward", "zero_std_fraction", "parse_rate")  # The columns of metrics.csv that warnings are computed from.
 WARN_EVERY = 10  # Steps between two warnings about the same thing.
 UNLEARNED = (

@@ -12,7 +12,7 @@ from conftest import ROOT, write_csv
 from machines import only
 
 from grpo.data.files import Row, read_file
-from grpo.data.reward_checks import check_heldout, check_rewards, sample_rows, try_rewards
+from grpo.data.reward_checks import check_heldout, check_rewards, longest_answer_warning, sample_rows, try_rewards
 from grpo.plan.hub import TINY_PATH
 from grpo.settings import Problems, Settings
 
@@ -34,6 +34,7 @@ def narrow(completions): return [0.0]
 def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
 def same(completions, **columns): return [0.0 for _ in completions]
+def worth_of(worth, **columns): return [float(value) for value in worth]
 """
 # Modules of the user's; Python takes its own module for the last one, which nothing has imported before.
 MODULES = {
@@ -180,11 +181,38 @@ def test_functions_are_tried_on_rows_of_every_file(my_rewards):
     assert "unexpected keyword argument" in only(problems_of(noted, ROW, REWARDS="my_rewards:narrow"))
 
 
+ODD_CELLS = [(0.5, None), ("0.5", ""), ("0.5", "n/a"), (3, "3"), (["a"], []), ({"a": 1}, None)]
+
+
+@pytest.mark.parametrize(("usual", "odd"), ODD_CELLS)
+def test_a_single_odd_cell_of_thousands_is_tried(usual, odd):
+    """It would raise in the function in the middle of a run."""
+    rows = [dataclasses.replace(ROW, number=n, columns=ROW.columns | {"note": usual}) for n in range(1, 3000)]
+    row = dataclasses.replace(ROW, number=3000, columns=ROW.columns | {"note": odd})
+    assert row in sample_rows([*rows, row]) and len(sample_rows([*rows, row])) == 64
+    bare = dataclasses.replace(ROW, number=3000)  # a line of JSON may lack a key
+    assert bare in sample_rows([*rows, bare])
+
+
+def test_a_none_in_row_151_is_refused_before_the_run(my_rewards):
+    rows = [dataclasses.replace(BARE, number=n, columns=BARE.columns | {"worth": 0.5}) for n in range(1, 300)]
+    rows[150] = dataclasses.replace(rows[150], columns=BARE.columns | {"worth": None})
+    problem = only(problems_of(*rows, REWARDS="my_rewards:worth_of"))
+    assert "my_rewards:worth_of raised TypeError" in problem and "(my_rewards.py, line 16)" in problem
+    rows[150] = rows[149]
+    assert not problems_of(*rows, REWARDS="my_rewards:worth_of")
+
+
 def test_held_out_rows_that_the_rewards_cannot_score(my_rewards):
     """They lack the actions, or a column that a function asks for."""
     for name, words in (("regret", "there is no column reward_action_0"), ("my_rewards:polite", "argument: 'note'")):
         check_heldout([(name, 1.0)], Settings(), [BARE], problems := Problems(), TOKENIZER)
         assert words in only(problems)
+    specs, problems = [("my_rewards:worth_of", 1.0)], Problems()
+    check_heldout(specs, Settings(), [BARE], problems, TOKENIZER, columns=["user", "worth"])
+    assert only(problems).startswith(
+        "EVAL_DATA: my_rewards:worth_of takes the column 'worth', which it lacks. Give the"
+    )
 
 
 def test_every_row_has_the_answer_that_gsm8k_compares_with():
@@ -194,6 +222,38 @@ def test_every_row_has_the_answer_that_gsm8k_compares_with():
     for bad in ({"answer": "#### none"}, {"answer": None}, {}):
         problem = only(problems_of(*rows, dataclasses.replace(BARE, number=300, columns=bad), REWARDS="gsm8k"))
         assert problem.startswith("d.csv, row 300, column answer: there is no number")
+    for bad in ("7 boxes of 6, so 42", "#### 5-10", "x^2+1"):
+        problem = only(
+            problems_of(*rows, dataclasses.replace(BARE, number=300, columns={"answer": bad}), REWARDS="gsm8k")
+        )
+        assert problem.startswith(f"d.csv, row 300, column answer: {bad!r} is not one number. Write it behind ####")
+
+
+OPENED = "<|start|>assistant"
+DIGITS = dataclasses.replace(BARE, columns={"answer": "7 * 30 = 210\n#### 210"}, prompt=OPENED)
+ANSWERED = dataclasses.replace(BARE, columns={"answer": "Paris and not London"}, number=9, prompt=OPENED)
+MANY = dataclasses.replace(ROW, rewards=(0.0,) * 300, number=7, prompt=OPENED)
+LENGTHS = [  # (rows, REWARDS, tokens of the shortest correct answer, reason)
+    ([dataclasses.replace(ROW, prompt=OPENED), MANY], "regret", 8, "[299] has a token more than [1]"),
+    ([DIGITS], "gsm8k", 6, "the number alone, not the whole column"),
+    ([BARE, ANSWERED], "my_rewards:same", 20, "an own function may compare with the column `answer`"),
+    ([BARE], "my_rewards:same", 0, "nothing tells what is correct"),
+]
+
+
+@pytest.mark.parametrize(("rows", "names", "tokens", "reason"), LENGTHS)
+def test_answers_that_max_completion_len_cuts_are_noticed(rows, names, tokens, reason, my_rewards):
+    def warning(length, **settings):
+        return longest_answer_warning(Settings(MAX_COMPLETION_LEN=length, **settings), [names], rows, TOKENIZER)
+
+    assert warning(max(tokens, 1)) is None, reason
+    if tokens:
+        text = warning(tokens - 1)
+        assert f"the answers of 1 of {len(rows)} rows have more tokens" in text, reason
+        assert text.endswith(
+            f"the longest has {tokens} (d.csv, row {rows[-1].number}). Set MAX_COMPLETION_LEN={tokens} at least"
+        )
+        assert warning(tokens - 1, DIRECT_ANSWERS=True) is None, "a direct answer is one token"
 
 
 def test_a_call_that_fails_is_shown(my_rewards):

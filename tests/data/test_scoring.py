@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import math
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from conftest import ROOT, run_python
+from transformers import TrainerState
 
 from grpo.data import scoring
 from grpo.data.files import Row
 from grpo.data.scoring import RewardError, initial_trainer_state, load_rewards, read_completion, reward_callable, score
-from grpo.settings import ROOT, Settings
+from grpo.settings import Settings
 
 RESULTS = [
     ("[1, None, 0.5]", None),
@@ -63,7 +69,7 @@ def test_objects_whose_text_raises_are_named(tmp_path, monkeypatch):
 
 def test_rates_of_completions():
     """Two of four answer, one of them the best action; one was cut off. Without actions, text is an answer."""
-    row = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
+    row = Row("d.csv", 1, (("user", "x"),), (0.95, 1.0), {})
     answers = [("[1]", 10, False), ("[0]", 20, False), ("", 30, True), ("so", 40, False)]
 
     def rates(row):
@@ -168,6 +174,140 @@ def test_a_function_that_changes_its_lists_changes_nothing_for_others(row, tmp_p
     for _ in range(2):
         values = scores_of(["my_greedy:takes", "my_greedy:looks", "format"], row, ["[0]", "so"])
         assert values == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
+
+
+JUDGES = """
+import asyncio
+limit, meeting, loops = asyncio.Semaphore(1), asyncio.Event(), set()
+async def ask():
+    loops.add(asyncio.get_running_loop())
+    async with limit:
+        await asyncio.sleep(0.01)
+    return 1.0
+async def first(completions, **columns):
+    await asyncio.wait_for(meeting.wait(), 10)
+    return await asyncio.gather(*(ask() for _ in completions))
+async def second(completions, **columns):
+    meeting.set()
+    return [float(len(loops))] * len(completions)
+def plain(completions, **columns):
+    return [float(meeting.is_set())] * len(completions)
+async def leaves(completions, **columns):
+    raise SystemExit("enough")
+def fails(completions, **columns):
+    raise ValueError("no")
+"""
+
+
+@pytest.fixture
+def judges(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "my_judges", raising=False)
+    (tmp_path / "my_judges.py").write_text(JUDGES)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_async_functions_share_one_loop_for_the_whole_run(judges):
+    """Its semaphore belongs to the loop that used it first; functions run together, after those that are not async."""
+    names = ["my_judges:first", "my_judges:second", "my_judges:plain"]
+    assert scores_of(names, TEXT, ["[0]", "[1]"]) == [[1.0, 0.0, 0.0]] * 2, "first waits for second, second for plain"
+    assert scores_of(names, TEXT, ["[0]", "[1]"]) == [[1.0, 1.0, 1.0]] * 2, "the second call, of the same loop"
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_async_function_that_fails_ends_no_loop(judges):
+    for names in (["my_judges:leaves", "my_judges:second"], ["my_judges:second", "my_judges:fails"]):
+        with pytest.raises(scoring.RewardError, match=r"my_judges:(leaves|fails) raised (SystemExit|ValueError)"):
+            scores_of(names, TEXT, ["[0]"])
+    gc.collect()  # A coroutine that nobody awaited would warn.
+    assert scores("my_judges:second", TEXT, ["[0]"])
+
+
+COLUMNS = """
+def first(answer, **columns): return [float(a == "4") for a in answer]
+def both(answer, completions, **columns): return [float("4" in c and a == "4") for a, c in zip(answer, completions)]
+def optional(factor=2.0, **columns): return [factor for _ in columns["prompts"]]
+def turns(answers, **columns): return [float(text.startswith("<|start|>")) for text in answers]
+"""
+
+
+@pytest.mark.parametrize("name", ["first", "both", "optional", "turns"])
+def test_a_first_argument_that_is_a_column_or_has_a_default_is_given_by_keyword(name, tmp_path, monkeypatch):
+    """As in TRL; only a name that nothing else has gets the completions."""
+    monkeypatch.delitem(sys.modules, "my_columns", raising=False)
+    (tmp_path / "my_columns.py").write_text(COLUMNS)
+    monkeypatch.chdir(tmp_path)
+    row = dataclasses.replace(TEXT, columns={"answer": "4"})
+    assert scores(f"my_columns:{name}", row, ["4"]) == [2.0 if name == "optional" else 1.0]
+
+
+def test_the_state_before_training_has_all_that_training_has():
+    state, ours = vars(TrainerState()), vars(initial_trainer_state(5))
+    assert ours.keys() == state.keys() and ours["max_steps"] == 5
+    counts = {"max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs"}
+    assert {name: ours[name] for name in state.keys() - counts} == {name: state[name] for name in state.keys() - counts}
+    assert all(ours[name] for name in counts), "a function may divide by it"
+
+
+FORKS = """
+from grpo.data.scoring import reward_callable
+from grpo.settings import Settings
+print(reward_callable("my_forks:{name}", "{name}", Settings())(["[0]", "[1]"]), flush=True)
+"""
+FORKING = """
+import os
+{at_import}
+def plain(completions, **columns):
+    os.fork()
+    return [1.0 for _ in completions]
+def fails(completions, **columns):
+    if os.fork() == 0:
+        raise ValueError("in the copy")
+    return [1.0 for _ in completions]
+async def waits(completions, **columns):
+    os.fork()
+    return [1.0 for _ in completions]
+def still(completions, **columns):
+    return [1.0 for _ in completions]
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "fails", "waits", "still"])
+def test_a_function_that_forks_returns_in_one_process_alone(name, tmp_path):
+    """Two processes would train in one folder. The last module forks when it is imported."""
+    (tmp_path / "my_forks.py").write_text(FORKING.format(at_import="os.fork()" if name == "still" else ""))
+    done = run_python("-c", FORKS.format(name=name), cwd=tmp_path, PYTHONPATH=ROOT)
+    assert done.stdout == "[1.0, 1.0]\n"
+    assert done.stderr == f"REWARDS: my_forks:{name} forked a process and returned in it; the copy ends here\n"
+
+
+MOVING = """
+import os, torch
+os.chdir("/")
+torch.set_grad_enabled(False)
+def plain(completions, **columns):
+    os.chdir("/")
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    return [1.0 for _ in completions]
+async def waits(completions, **columns):
+    return plain(completions)
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "waits"])
+def test_the_run_stays_where_it_is_and_torch_as_it_was(name, tmp_path, monkeypatch):
+    """A run whose OUTPUT_DIR is relative was written elsewhere."""
+    monkeypatch.delitem(sys.modules, "my_moves", raising=False)
+    (tmp_path / "my_moves.py").write_text(MOVING)
+    monkeypatch.chdir(tmp_path)
+    assert scores(f"my_moves:{name}", TEXT, ["[0]"]) == [1.0]
+    assert (Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()) == (tmp_path, True, torch.float32)
+
+
+def test_a_none_beside_a_number_is_said():
+    text = scoring.partial_none_text(["judge", "length"], [[math.nan, 0.5], [1.0, 0.5], [math.nan, math.nan]])
+    assert text.startswith("REWARDS: judge for 1 of 3 completions returned None, and other functions a number")
+    assert scoring.partial_none_text(["judge", "length"], [[1.0, 0.5], [math.nan, math.nan]]) is None
 
 
 def test_titles_tell_functions_apart():

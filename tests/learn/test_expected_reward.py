@@ -298,6 +298,25 @@ def test_functions_beside_are_sampled_and_own_ones_can_take_part(tiny, tmp_path)
     assert answers.surplus.tolist() == pytest.approx([0.0] * 2, abs=1e-6)
 
 
+def shy(completions, **columns):
+    return [None] * len(completions)
+
+
+shy.by_action = True
+
+
+def test_functions_that_are_looked_up_keep_their_own_weights(tiny, tmp_path):
+    """By their names and not by their places among all functions; one of weight 0 may leave everything out."""
+    rewards = "format=0.25,test_expected_reward:by_length=7,action=2,test_expected_reward:shy=0"
+    trainer = trainer_with(tiny, tmp_path, REWARDS=rewards)
+    assert trainer.run.action_functions == (2, 3)
+    _, answers = scored(trainer, (DIRECT.format(2), DIRECT.format(0)))
+    assert answers.is_expected.all()
+    assert answers.gains.tolist() == [pytest.approx([2 * (r - INVALID) for r in REWARDS])] * 2
+    assert answers.surplus.tolist() == pytest.approx([0.0] * 2, abs=1e-6)
+    assert (answers.base_reward - answers.other_reward).tolist() == pytest.approx([2 * INVALID] * 2)
+
+
 def test_a_completion_without_a_reward_is_sampled_as_before(tiny, tmp_path):
     trainer = trainer_with(tiny, tmp_path, REWARDS="action,test_expected_reward:stays_away=0.5", NUM_GENERATIONS=3)
     texts = (DIRECT.format(2), DIRECT.format(1), REASONED.format(9, 0))

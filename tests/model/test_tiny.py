@@ -5,12 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import RENDERED
 from expert_models import load
 
+from grpo.evaluate.exact import answer_probabilities
 from grpo.model.checkpoint import read_tokenizer
+from grpo.model.load import load_tokenizer
 from grpo.model.warmup import TINY_RECIPE, figures, write_tiny
-from grpo.model.warmup_rows import PROBE_SEED, WarmupTensors, warmup_rows
-from grpo.plan.hub import read_json
+from grpo.model.warmup_rows import ACTIONS, PROBE_SEED, WarmupTensors, warmup_rows
+from grpo.plan.hub import TINY_ACTIONS, read_json
 
 pytestmark = pytest.mark.numeric
 
@@ -24,6 +27,14 @@ def test_it_knows_the_format_and_not_the_choice(tiny):
     assert values["parse_rate"] > 0.99
     assert values["reward"] == pytest.approx(values["random"], abs=0.01)
     assert values["greedy"] <= values["best_constant"] < 0.7 * values["oracle"]
+
+
+def test_it_answers_no_fifth_action(tiny):
+    """The check before a run says so."""
+    assert TINY_ACTIONS == ACTIONS == 4
+    prompt = RENDERED.format("hour 8 store 50 load 30")
+    shares = answer_probabilities(load(tiny, "bf16"), load_tokenizer(str(tiny)), [prompt], 1.0, 6)[0]
+    assert min(shares[:4]) > 0.02 and max(shares[4:]) < 1e-3
 
 
 def test_the_shipped_files_are_what_the_recipe_makes(tiny, tmp_path):

@@ -375,6 +375,16 @@ def test_a_run_is_warned_where_nothing_is_held_out_or_it_is_trained_on(tiny_run,
     assert warning.startswith("2 of 3 held-out prompts are in DATA as well")
 
 
+def test_the_tiny_models_fifth_action_is_never_answered(tiny_run, tmp_path):
+    """And an answer that MAX_COMPLETION_LEN cuts can never be written whole."""
+    header = ["prompt", *(f"reward_action_{k}" for k in range(5))]
+    data = write_csv(tmp_path / "five.csv", header, [["Which?", 0, 0.1, 0.2, 0.3, 1]])
+    warnings = tiny_run(DATA=data, MAX_COMPLETION_LEN=6).warnings
+    assert "MODEL_ID=tiny: it answers [0] to [3] alone, and rows have up to 5 actions" in warnings[0]
+    assert "MAX_COMPLETION_LEN=6: the answers of 1 of 1 rows have more tokens" in warnings[1] and len(warnings) == 2
+    assert not tiny_run().warnings
+
+
 def test_the_plan_says_which_rows_are_held_out_and_names_no_plant_where_there_is_none(tiny_run, tmp_path):
     rows = [["x" * n, n / 50, 1 - n / 50] for n in range(1, 41)]
     path = write_csv(tmp_path / "forty.csv", ["question", *HEADER[1:]], rows)

@@ -47,6 +47,34 @@ def test_a_reader_that_is_gone_is_the_signal_of_a_pipe():
     assert done.returncode == 141 and not done.stderr, done.stderr
 
 
+LEFT_BEHIND = """
+import atexit, multiprocessing, sys, threading, time
+from grpo.run import ending
+ending.LEFT_BEHIND_S = 1
+def main():
+    {left}
+    return 3
+atexit.register(print, "uploaded", flush=True)
+sys.exit(ending.end_quietly(main))
+"""
+THREAD = "threading.Thread(target=time.sleep, args=(600,), name='judge').start()"
+ENDED = "still running 1 s after the end, and ended now: judge (a reward function may have left it)\n"
+
+
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [
+        (THREAD, ENDED),
+        (THREAD.replace("threading.Thread", "multiprocessing.get_context('fork').Process"), ENDED),
+        (THREAD.replace("600", "0.1"), ""),
+        (THREAD.replace("name='judge'", "daemon=True"), ""),
+    ],
+)
+def test_what_a_reward_function_leaves_behind_does_not_keep_a_program_alive(left, message):
+    done = run_python("-c", LEFT_BEHIND.format(left=left), code=3)
+    assert (done.stdout, done.stderr) == ("uploaded\n", message)
+
+
 FAILURES = """
 import sys
 from grpo.data.scoring import RewardError

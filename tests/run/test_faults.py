@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPT
+from conftest import ROOT, SCRIPT, read_csv
 from runs import environment, go_on, has_line, start_held, wait_until
 from safetensors.torch import load_file, save_file
 
@@ -170,6 +170,38 @@ def test_weights_that_are_not_finite_are_not_saved(run_here, monkeypatch, tmp_pa
 
 def ends_of(folder):
     return read_sealed(folder / "checkpoint-1" / MANIFEST)["ends"]
+
+
+JUDGE = """
+from pathlib import Path
+from rewards import parse_action
+def judge(raw_completions, trainer_state, log_metric, **columns):
+    if log_metric.__name__ == "log_nothing" and trainer_state.global_step == 2 and Path("fail").exists():
+        raise ConnectionError("the judge is away")
+    assert trainer_state.max_steps == 3, "before training too"
+    return [float(parse_action(text) == 1) for text in raw_completions]
+"""
+
+
+def test_a_judge_that_fails_in_an_evaluation_loses_no_finished_step(run_here, monkeypatch, tmp_path):
+    """Neither in the log nor on the disk: the checkpoint of SAVE_STEPS would come much later."""
+    (tmp_path / "my_judge.py").write_text(JUDGE)
+    (tmp_path / "fail").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_judge", raising=False)
+    data = ROOT / "data/tes_heldout_compact.csv"
+    settings = dict(REWARDS="my_judge:judge", DATA=data, TOTAL_STEPS=3, SAVE_STEPS=99, EVAL_STEPS=1, EVAL_SAMPLES=1)
+    code, log = run_here(**settings, EVAL_EXACT=0, INVALID_REWARD=0, MAX_COMPLETION_LEN=12)
+    assert (
+        code == 1 and "REWARDS: my_judge:judge raised ConnectionError: the judge is away (my_judge.py, line 6)" in log
+    )
+    assert "step 2 was not measured" in log and "the same command continues from step 2" in log
+    steps = read_csv(tmp_path / "run" / "metrics.csv")
+    assert [bool(row["heldout_reward"]) for row in steps] == [True, False]
+    (tmp_path / "fail").unlink()
+    code, log = run_here(**settings, EVAL_EXACT=0, INVALID_REWARD=0, MAX_COMPLETION_LEN=12)
+    assert code == 0 and "continuing from step 2" in log
+    assert [row["step"] for row in read_csv(tmp_path / "run" / "metrics.csv")] == ["1", "2", "3"]
 
 
 def test_a_lost_terminal_does_not_keep_the_run_from_saving(tmp_path):
