@@ -259,7 +259,8 @@ def stub_engine(settings, plan, model_path, stop_token_ids, policy=None, prepare
     """Takes the place of `start_engine`: a sleeping stub with the arguments that vLLM would get."""
     arguments = engine_arguments(settings, plan, model_path, 79.6)
     names = {"enable_lora", "max_lora_rank", "max_model_len", "lora_target_modules"} & set(arguments)
-    stub = StubLLM(model_path, **{name: arguments[name] for name in names})
+    # In float32, as the trainer on a CPU: in so narrow a model BF16 is further away than the mismatch check accepts.
+    stub = StubLLM(model_path, dtype=torch.float32, **{name: arguments[name] for name in names})
     prepare(stub)
     engine = Engine(stub, StubSampling, StubLoRARequest, settings, stop_token_ids)
     engine.sleep()

@@ -22,7 +22,7 @@ from grpo.plan.machine import Machine
 from grpo.rollout import engine as rollout_engine
 
 WORDS = f"""--model tiny --data {record.ROOT}/data/tes_heldout_compact.csv --child run --set PROMPTS_PER_STEP=2
-    --set MAX_COMPLETION_LEN=12 --set ATTN_IMPL=eager --set PARITY_LIMIT=0.15 --set LEARNING_RATE=1e-2"""
+    --set MAX_COMPLETION_LEN=12 --set ATTN_IMPL=eager --set LEARNING_RATE=1e-2"""
 
 
 @pytest.fixture
