@@ -131,8 +131,15 @@ def with_attention_factor(trainer: Trainer) -> contextlib.AbstractContextManager
     return mock.patch.object(rotary, "attention_scaling", 1.1 if rotary.attention_scaling == 1.0 else 1.0)
 
 
-def without_window(trainer: Trainer) -> contextlib.AbstractContextManager[object]:
-    return mock.patch.object(unwrap_peft(trainer.model).config, "sliding_window", 1_000_000)
+@contextlib.contextmanager
+def without_window(trainer: Trainer) -> Iterator[None]:
+    """The config's window makes masks, each layer's own is passed to flash kernels."""
+    model = unwrap_peft(trainer.model)
+    windowed = [layer.self_attn for layer in model.model.layers if layer.self_attn.sliding_window]
+    with contextlib.ExitStack() as stack:
+        for owner in (model.config, *windowed):
+            stack.enter_context(mock.patch.object(owner, "sliding_window", 1_000_000))
+        yield
 
 
 def with_nan(trainer: Trainer) -> contextlib.AbstractContextManager[object]:

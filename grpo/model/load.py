@@ -143,16 +143,27 @@ def dequantize_experts(model: PreTrainedModel) -> None:
         torch.cuda.empty_cache()
 
 
+def choose_threads(parameters: int, cores: int, load: float) -> tuple[int, str]:
+    """(threads of torch for a model of this size, reason). `load`: processes that run on the `cores` already."""
+    if parameters <= MOST_ON_ONE_THREAD:
+        return 1, "its operations are too short to be split"
+    if (busy := round(load)) > 0 and cores > 1:
+        # All threads wait at the end of each operation, for ever longer where one of them has no core: with two
+        # threads on two busy cores SmolLM2 takes twice as long as with one.
+        return max(1, cores - busy), f"of {cores} cores {busy} are busy"
+    return cores, "all cores"
+
+
 def load_model(model_path: str, config: Mapping[str, Any], attention: str, experts: str = "bf16") -> PreTrainedModel:
     """The base model in BF16 on the GPU, or on the CPU where there is none, with this project's attention and experts.
 
     With `experts` = `bf16` MXFP4 experts are dequantized, with `mxfp4` and `paged` they stay quantized, and with
     `shared` neither they nor embeddings and head are loaded, because vLLM lends its own."""
     name, device = install_attention(attention), "cuda:0" if torch.cuda.is_available() else "cpu"
-    is_small = count_parameters(config)["total"] <= MOST_ON_ONE_THREAD
-    if is_small and not torch.cuda.is_available() and not os.environ.get("OMP_NUM_THREADS"):
-        # The operations of a small model are too short to be split: more threads would only wait for each other.
-        torch.set_num_threads(1)
+    if not torch.cuda.is_available() and not os.environ.get("OMP_NUM_THREADS"):
+        threads, reason = choose_threads(count_parameters(config)["total"], torch.get_num_threads(), os.getloadavg()[0])
+        torch.set_num_threads(threads)
+        log.info("threads of the CPU: %d, %s", threads, reason)
     if has_mxfp4(config):
         model = load_quantized(model_path, name, device, packed=experts != "shared")
         if experts == "paged":  # Done before the adapter is allocated, which would take the rest of their segments.

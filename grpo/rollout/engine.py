@@ -139,7 +139,7 @@ def start_engine(
     """Starts vLLM beside the loaded trainer and puts it to sleep. With EXPERTS=shared `policy` reads the
     engine's frozen weights; with EXPERTS=paged its own are in host memory during the start. Raises EngineError."""
     with Phase("starting vLLM") as phase:
-        total = torch.cuda.get_device_properties(0).total_memory / GIB
+        card = torch.cuda.get_device_properties(0)
         pages = None
         if policy is not None and settings.EXPERTS == "paged":
             advice = "Host memory may be short: free some, or set USE_VLLM=0 and EXPERTS=mxfp4"
@@ -154,8 +154,8 @@ def start_engine(
 
             patch_kernels()
             # Only Hopper's choice was compared with others; a BF16 checkpoint has no MXFP4 kernels to choose from.
-            pin = torch.cuda.get_device_capability(0)[0] == 9 and has_mxfp4(read_json(Path(model_path) / "config.json"))
-            llm = LLM(**engine_arguments(settings, plan, model_path, total, pin))
+            pin = card.major == 9 and has_mxfp4(read_json(Path(model_path) / "config.json"))
+            llm = LLM(**engine_arguments(settings, plan, model_path, card.total_memory / GIB, pin))
             keep_weights_asleep(llm)
             atexit.register(close_process_group)
         engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)

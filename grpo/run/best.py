@@ -152,7 +152,7 @@ def objection(record: Record) -> str:
 def loading_advice(record: Record, last_step: int | None) -> str:
     """A paragraph on which adapter to load, for the run's model card and its report: that in best/, or that of
     `last_step` beside it; None if there is none beside it."""
-    if not record.keys() >= {"better_than_base", "in_words"}:
+    if "in_words" not in record:
         unknown = "nothing was measured on held-out rows, so whether it beats the base model is not known"
         return f"**Load the last step's adapter, in the run's folder**: {unknown}.\n"
     if reason := objection(record):

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from grpo.model.experts import quantized_experts
-from grpo.model.load import load_adapter, load_base, load_quantized, load_tokenizer
+from grpo.model.load import choose_threads, load_adapter, load_base, load_quantized, load_tokenizer
 from grpo.plan.hub import read_json
 from grpo.run.ending import UnloadableModel
 from grpo.settings import Settings
@@ -25,6 +25,21 @@ def copy(tiny, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU computes little there")
+@pytest.mark.parametrize(
+    ("parameters", "cores", "load", "threads"),
+    [
+        (327_064, 16, 0.0, 1),  # tiny
+        (400_000_000, 2, 0.3, 2),
+        (400_000_000, 2, 0.9, 1),
+        (400_000_000, 2, 8.0, 1),  # Never fewer.
+        (400_000_000, 16, 4.2, 12),
+        (400_000_000, 1, 3.0, 1),
+    ],
+)
+def test_threads_leave_busy_cores_alone(parameters, cores, load, threads):
+    assert choose_threads(parameters, cores, load)[0] == threads
+
+
 def test_a_small_model_is_computed_by_one_thread(tiny, monkeypatch):
     """Torch is imported by now: the number of its threads must change."""
     before = torch.get_num_threads()

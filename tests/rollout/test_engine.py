@@ -16,12 +16,23 @@ from machines import H100
 
 from grpo.evaluate.models import TrainedModel
 from grpo.plan.engine import EnginePlan, capture_sizes
-from grpo.plan.hub import REAL_CONFIG
+from grpo.plan.hub import REAL_CONFIG, TINY_PATH
 from grpo.plan.machine import GIB
 from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.rollout.engine import EngineError, engine_arguments, gpu_used_gib, start_engine
 from grpo.rollout.vllm_patches import close_process_group
 from grpo.settings import Settings
+
+# What `chosen_backends` reads of vLLM's GptOssForCausalLM.
+ATTENTION = SimpleNamespace(
+    attn_backend=SimpleNamespace(get_name=lambda: "FLASH_ATTN"), impl=SimpleNamespace(vllm_flash_attn_version=3)
+)
+QUANTIZATION = SimpleNamespace(mxfp4_backend=SimpleNamespace(value="TRITON"))
+LAYER = SimpleNamespace(
+    attn=SimpleNamespace(attn=ATTENTION),
+    mlp=SimpleNamespace(experts=SimpleNamespace(routed_experts=SimpleNamespace(quant_method=QUANTIZATION))),
+)
+VLLM_MODEL = SimpleNamespace(get_submodule={"model.layers.0": LAYER}.__getitem__)
 
 
 def test_a_seed_is_a_rollout(build):
@@ -121,6 +132,8 @@ def test_engine_arguments():
     engine, merge = arguments()
     assert merge["logprobs_mode"] == "processed_logprobs" and "quantization" not in merge, "MXFP4 as it is stored"
     assert merge["hf_overrides"] == {"head_dtype": "float32"}
+    pinned = {sync: engine_arguments(Settings(ROLLOUT_SYNC=sync), engine, "/", 80, True) for sync in ("merge", "lora")}
+    assert pinned["merge"]["moe_backend"] == "triton" and not {"moe_backend"} & {*merge, *pinned["lora"]}
     assert merge["gpu_memory_utilization"] == pytest.approx(engine.awake / 79.6)
     assert merge["compilation_config"]["cudagraph_capture_sizes"] == list(capture_sizes(96))
     assert "compilation_config" not in arguments(VLLM_EAGER=True)[1] and "speculative_config" not in merge
@@ -161,14 +174,17 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
         environment.update(os.environ)
         calls.append("vLLM starts")
         os.environ["TRITON_CACHE_DIR"] = "/moved"  # as torch does
-        apply_model = lambda function: [function("vllm")]  # noqa: E731
+        assert arguments["moe_backend"] == "triton", "Hopper and MXFP4"
+        apply_model = lambda function: [function(VLLM_MODEL)]  # noqa: E731
         return SimpleNamespace(sleep=log("sleeps"), wake_up=log("wakes"), apply_model=apply_model)
 
     for name in ("vllm", "vllm.lora", "vllm.lora.request"):
         monkeypatch.setitem(sys.modules, name, MagicMock(LLM=start_llm))
     for name in ("patch_kernels", "keep_weights_asleep"):
         monkeypatch.setattr(f"grpo.rollout.engine.{name}", lambda *arguments: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30, major=9)
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", log("gives blocks back"))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
@@ -177,11 +193,12 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
     monkeypatch.setattr("atexit.register", at_exit.append)
     backend = SimpleNamespace(lend=lambda pointers: calls.append(("lends", pointers)))  # The real one imports vLLM.
     monkeypatch.setitem(sys.modules, "grpo.rollout.sleep_backend", backend)
-    monkeypatch.setattr("grpo.rollout.engine.share_weights", lambda policy, model: [policy, model])
+    monkeypatch.setattr("grpo.rollout.engine.share_weights", lambda policy, model: [policy, "vllm"])
     pages = SimpleNamespace(nbytes=0, offload=log("offload"), reload=log("reload"))
     monkeypatch.setattr("grpo.rollout.engine.PagedWeights", lambda policy: pages)
     plan = EnginePlan(1, 1, 1, 1, "", 1, 1, 2048, 8, (1, 8), lent)
-    engine = start_engine(Settings(EXPERTS=experts), plan, "/model", [], "policy")
+    engine = start_engine(Settings(EXPERTS=experts), plan, str(TINY_PATH), [], "policy")
+    assert engine.backends == {"experts": "TRITON", "attention": "FLASH_ATTN 3"}
     assert close_process_group in at_exit
     assert environment["TRITON_CACHE_DIR"] == (cache or triton.knobs.cache.dir)
     assert os.environ.get("TRITON_CACHE_DIR") == cache

@@ -86,7 +86,7 @@ def test_vllm_takes_the_engine_arguments(find, sync):
     """`LLM` passes what it does not name itself on to EngineArgs."""
     settings = Settings(ROLLOUT_SYNC=sync, DRAFT_MODEL="/draft")
     plan = plan_memory(settings, PlanInputs(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
-    arguments = engine_arguments(settings, plan, "/model", H100.gpu_total)
+    arguments = engine_arguments(settings, plan, "/model", H100.gpu_total, pin_experts=True)
     init = find("entrypoints/llm.py:LLM.__init__")
     named = {argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)}
     call = next(n for n in ast.walk(init) if isinstance(n, ast.Call) and ast.unparse(n.func) == "EngineArgs")
@@ -279,6 +279,11 @@ RELIED_ON = {  # excerpts of a definition's source
     f"{TRITON}/tensor_details/layout_details/hopper_value.py:HopperMXValueLayout": [
         "self.mx_axis = mx_axis", "batch = data.ndim - 2", "return data.mT",
     ],
+    # The kernels that are recorded, and pinned by moe_backend: model.layers.N.attn.attn is the attention.
+    "config/kernel.py:MoEBackend": ["'triton'"],
+    f"{LAYERS}/quantization/mxfp4.py:GptOssMxfp4MoEMethod.__init__": ["self.mxfp4_backend, self.experts_cls ="],
+    f"{LAYERS}/attention/attention.py:Attention": ["self.attn_backend =", "self.impl ="],
+    "v1/attention/backends/flash_attn.py:FlashAttentionImpl": ["self.vllm_flash_attn_version ="],
     # Logits in float32 from BF16 operands: hf_overrides={"head_dtype": "float32"}.
     "config/model.py:ModelConfig.head_dtype": ["config=self.hf_config"],
     "config/model.py:_get_head_dtype": ["getattr(config, 'head_dtype', None)", "_STR_DTYPE_TO_TORCH_DTYPE[head_dtype]"],
