@@ -53,7 +53,7 @@ SHARE_LIMIT = 0.01
 # WATCH_END nats, or without log-probs for more than WATCH_UNKNOWN of the tokens, learning makes no sense.
 WATCH_GROWTH, WATCH_LEAST, WATCH_END, WATCH_UNKNOWN = 3.0, 0.02, 1.0, 0.1
 BASE, FIXED, SAMPLED = "without an adapter", "fixed tokens", "sampled tokens"
-ADVICE = "docs/rollouts.md#the-mismatch-check has figures to compare with, and what to try"
+ADVICE = "docs/mismatch.md has figures to compare with, and what to try"
 
 
 def check_mismatch(trainer: Any) -> None:

@@ -55,7 +55,9 @@ def test_an_engine_that_ignores_the_adapter_is_seen_and_the_adapter_restored(bui
     set_adapter(trainer, 5)
     trainer.run.engine.llm.ignore_adapter = True
     before = digest(trainer.model, adapter=True)
-    with pytest.raises(ParityError, match="before the first step, fixed.*other ROLLOUT_SYNC.*USE_VLLM=0.*docs/rollout"):
+    with pytest.raises(
+        ParityError, match="before the first step, fixed.*other ROLLOUT_SYNC.*USE_VLLM=0.*docs/mismatch"
+    ):
         check_mismatch(trainer)
     monkeypatch.setattr(parity, "PARITY_ALLOWANCE", 50.0)
     with pytest.raises(ParityError, match="cannot be told whether vLLM uses the adapter"):
