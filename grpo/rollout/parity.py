@@ -79,10 +79,10 @@ def check_mismatch(trainer: Any) -> None:
     with Phase("train/inference mismatch check"), evaluating(policy):
         check.compare_base()
         with random_adapter(policy, s.SEED) as adapter:
-            check.strengthen(adapter)
-            for moment in ("before the first step", "after a sleep"):
+            strength = check.strengthen(adapter)
+            for moment, sign in (("before the first step", 1), ("after a sleep", -1)):
+                adapter.set_strength(sign * strength)
                 check.compare_adapter(moment)
-                adapter.scale(-1.0)
             if s.ROLLOUT_SYNC != "lora":  # With a native adapter there are no merged weights to compare.
                 fill_with_small_update(adapter.matrices, s.LEARNING_RATE, s.SEED)
                 check.compare_share()
@@ -117,8 +117,8 @@ class MismatchCheck:
                 raise ParityError(f"{BASE}, {kind}: {problem}")
         self.base = max(means.values())
 
-    def strengthen(self, adapter: RandomAdapter) -> None:
-        """Makes the random `adapter` so strong that the engine's noise cannot hide it."""
+    def strengthen(self, adapter: RandomAdapter) -> float:
+        """Makes the random `adapter` so strong that the engine's noise cannot hide it; returns the strength."""
         rows, first = self.fixed, [1] * len(self.fixed)
         with self.policy.disable_adapter():
             without = self.trainer_logps(rows, first, 1.0)
@@ -128,6 +128,7 @@ class MismatchCheck:
             if effect >= max(PARITY_EFFECT * self.base, PARITY_LEAST_EFFECT):
                 break
         log.info("parity: a test adapter of %g of the weights changes log-probs by %.4f nats", strength, effect)
+        return strength
 
     def compare_adapter(self, moment: str) -> None:
         """Compares fixed and sampled tokens with the adapter as it is. Raises ParityError."""
@@ -211,36 +212,32 @@ def fill_with_small_update(matrices: Sequence[torch.Tensor], size: float, seed: 
 class RandomAdapter:
     """Random matrices in place of the B (out, r) of each layer's adapter."""
 
+    @torch.no_grad()
     def __init__(self, policy: torch.nn.Module, seed: int):
-        self.layers = list(lora_layers(policy).values())
-        self.matrices: list[torch.Tensor] = [layer.get_parameter("lora_B.default.weight") for layer in self.layers]
-        self.generator_seed = seed
+        generator, layers = torch.Generator().manual_seed(seed), list(lora_layers(policy).values())
+        self.matrices: list[torch.Tensor] = [layer.get_parameter("lora_B.default.weight") for layer in layers]
+        self.units: list[torch.Tensor] = []  # The matrices of strength 1.
+        for layer, b in zip(layers, self.matrices, strict=True):
+            b.copy_(torch.randn(b.shape, generator=generator))
+            self.units.append(b * (weight_norm(layer) / update_norm(layer)))
 
     @torch.no_grad()
     def set_strength(self, strength: float) -> None:
-        """Draws the matrices anew, from the same seed; each update's norm is `strength` times its weight's."""
-        generator = torch.Generator().manual_seed(self.generator_seed)
-        for layer, b in zip(self.layers, self.matrices, strict=True):
-            b.copy_(torch.randn(b.shape, generator=generator))
-            b.mul_(strength * weight_norm(layer) / update_norm(layer))
-
-    @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        for b in self.matrices:
-            b.mul_(factor)
+        """Makes the norm of each update `strength` times its weight's; negative: of the opposite adapter."""
+        for b, unit in zip(self.matrices, self.units, strict=True):
+            b.copy_(strength * unit)
 
 
 @contextlib.contextmanager
 def random_adapter(policy: torch.nn.Module, seed: int) -> Iterator[RandomAdapter]:
     """Yields a RandomAdapter of `policy`. After the block, the adapter is as before."""
-    adapter = RandomAdapter(policy, seed)
-    kept = [b.detach().clone() for b in adapter.matrices]
+    kept = {name: p.detach().clone() for name, p in policy.named_parameters() if "lora_B" in name}
     try:
-        yield adapter
+        yield RandomAdapter(policy, seed)
     finally:
         with torch.no_grad():
-            for b, before in zip(adapter.matrices, kept, strict=True):
-                b.copy_(before)
+            for name, before in kept.items():
+                policy.get_parameter(name).copy_(before)
 
 
 def sampled_kl(difference: torch.Tensor) -> torch.Tensor:
