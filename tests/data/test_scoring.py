@@ -213,7 +213,7 @@ def test_async_functions_share_one_loop_for_the_whole_run(judges):
     assert scores_of(names, TEXT, ["[0]", "[1]"]) == [[1.0, 1.0, 1.0]] * 2, "the second call, of the same loop"
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # Files of earlier tests may be collected here.
 def test_an_async_function_that_fails_ends_no_loop(judges):
     for names in (["my_judges:leaves", "my_judges:second"], ["my_judges:second", "my_judges:fails"]):
         with pytest.raises(scoring.RewardError, match=r"my_judges:(leaves|fails) raised (SystemExit|ValueError)"):

@@ -28,9 +28,9 @@ def test_each_fault_is_made_and_goes_away(tmp_path, monkeypatch, quiet):
     with mock.patch.dict(os.environ):
         assert mismatch.bench_mismatch(options) == 0
     figures = [(figure["name"], figure["value"]) for figure in record.read_json(out)["figures"]]
-    found = [(name.removesuffix("_found"), value) for name, value in figures if name.endswith("_found")]
-    assert [name for name, _ in found] == names
-    assert {name for name, value in found if not value} == UNSEEN
+    verdicts = [(name.removesuffix("_found"), value) for name, value in figures if name.endswith("_found")]
+    assert [name for name, _ in verdicts] == names
+    assert {name for name, value in verdicts if not value} == UNSEEN
     first, last = ([value for name, value in figures if name == f"none_{kind}"] for kind in ("base_fixed", "control"))
     assert len(first) == len(last) == 2 and torch.allclose(
         torch.tensor(first[:1] + last[:1]), torch.tensor(first[1:] + last[1:])
