@@ -72,8 +72,8 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
         if actions or has_actions:
             action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
             answer = {"action": action, "completion": text}
-        asked = {(f"csv_{name}" if name in answer else name): cell for name, cell in row.columns.items()}
-        answers.append(asked | answer)
+        columns = {(f"csv_{name}" if name in answer else name): cell for name, cell in row.columns.items()}
+        answers.append(columns | answer)
     return answers
 
 
