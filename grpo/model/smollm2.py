@@ -21,14 +21,16 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from grpo.model import checkpoint
+from grpo.model.experts import GATE_ALPHA, GATE_LIMIT
 from grpo.model.gptoss_format import quantize_mxfp4
 from grpo.settings import InputError
 
 EXPERTS = 4  # All of them are chosen for every token, each with a weight of 1/4.
 # SmolLM2 has three query heads to a key head. A fourth, whose output nothing reads, makes the group a power of two.
 QUERY_GROUP = 4
-ALPHA, LIMIT = 1.702, 7.0  # gpt-oss computes gate * sigmoid(ALPHA * gate) * (up + 1), both clamped to LIMIT.
-LARGEST_UP = 5.5  # what a layer's `up` may reach in `CALIBRATION_TEXTS`; other texts have the rest up to LIMIT + 1
+# gpt-oss computes gate * sigmoid(GATE_ALPHA * gate) * (up + 1), with gate and up clamped to GATE_LIMIT. This is what a
+# layer's `up` may reach in `CALIBRATION_TEXTS`; other texts have the rest up to GATE_LIMIT + 1.
+LARGEST_UP = 5.5
 NO_SINK = -100.0  # A head's sink that takes no share of the attention.
 # Tokens of SmolLM2 that Harmony's take over. Nothing in its training used those from `<repo_name>` on.
 RENAMED = {
@@ -106,7 +108,7 @@ def config_values(config: LlamaConfig) -> dict[str, Any]:
         "initial_context_length": length,
         "rope_theta": rope_theta,
         "rope_scaling": rope | {"original_max_position_embeddings": length},
-        "swiglu_limit": LIMIT,
+        "swiglu_limit": GATE_LIMIT,
         "rms_norm_eps": config.rms_norm_eps,
     }
 
@@ -144,14 +146,15 @@ def two_terms(weight: Tensor) -> Tensor:
 def expert_tensors(mlp: LlamaMLP, largest_up: float) -> dict[str, Tensor]:
     """gpt-oss's expert tensors by their names in a checkpoint's layer, for a Llama's MLP that is cut into `EXPERTS`.
 
-    silu(g) * u = ALPHA * glu(g / ALPHA) * u, and the `+ 1` of gpt-oss's `up + 1` is taken back by a bias of -1. With
-    `scale` the up projection stays within the clamp; the down projection undoes it, and the routing weight of 1/4."""
+    silu(g) * u = GATE_ALPHA * glu(g / GATE_ALPHA) * u, and the `+ 1` of gpt-oss's `up + 1` is taken back by a bias of
+    -1. With `scale` the up projection stays within the clamp; the down projection undoes it, and the routing weight of
+    1/4."""
     scale = min(1.0, LARGEST_UP / largest_up)
-    gate, up = (two_terms(w.detach()) for w in (mlp.gate_proj.weight / ALPHA, mlp.up_proj.weight * scale))
+    gate, up = (two_terms(w.detach()) for w in (mlp.gate_proj.weight / GATE_ALPHA, mlp.up_proj.weight * scale))
     pairs = torch.stack([gate, up], 1)  # (I, 2, 2H): the rows of gate_up_proj alternate
     per_expert = pairs.unflatten(0, (EXPERTS, -1)).repeat(1, 2, 1, 1)  # Each hidden unit twice, for down's two terms.
     gate_up = per_expert.flatten(1, 2)
-    down = mlp.down_proj.weight.detach() * (ALPHA * EXPERTS / scale)
+    down = mlp.down_proj.weight.detach() * (GATE_ALPHA * EXPERTS / scale)
     down = torch.stack([two_terms(part) for part in down.chunk(EXPERTS, dim=1)]).repeat(1, 2, 1)
     tensors = {"gate_up_proj_bias": torch.tensor([0.0, -1.0]).repeat(EXPERTS, gate_up.shape[1] // 2)}
     tensors["down_proj_bias"] = torch.zeros(EXPERTS, down.shape[1])

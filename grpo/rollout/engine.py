@@ -8,7 +8,6 @@ import contextlib
 import gc
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,9 +160,8 @@ def start_engine(
         engine = Engine(llm, SamplingParams, LoRARequest, settings, stop_token_ids)
         engine.pages = pages
         (engine.backends,) = llm.apply_model(chosen_backends)
-        log.info(
-            "vLLM computes experts with %(experts)s, attention with %(attention)s", defaultdict(str, engine.backends)
-        )
+        experts, attention = (engine.backends.get(name, "unknown kernels") for name in ("experts", "attention"))
+        log.info("vLLM computes experts with %s, attention with %s", experts, attention)
         if policy is not None and settings.EXPERTS == "shared":
             engine.lend_weights(policy, whole=not plan.on_host)
         before = torch.cuda.mem_get_info()[0]

@@ -19,7 +19,7 @@ from grpo.plan.engine import EnginePlan, capture_sizes
 from grpo.plan.hub import REAL_CONFIG, TINY_PATH
 from grpo.plan.machine import GIB
 from grpo.plan.memory import PlanInputs, plan_memory
-from grpo.rollout.engine import EngineError, engine_arguments, gpu_used_gib, start_engine
+from grpo.rollout.engine import EngineError, chosen_backends, engine_arguments, gpu_used_gib, start_engine
 from grpo.rollout.vllm_patches import close_process_group
 from grpo.settings import Settings
 
@@ -33,6 +33,11 @@ LAYER = SimpleNamespace(
     mlp=SimpleNamespace(experts=SimpleNamespace(routed_experts=SimpleNamespace(quant_method=QUANTIZATION))),
 )
 VLLM_MODEL = SimpleNamespace(get_submodule={"model.layers.0": LAYER}.__getitem__)
+
+
+def test_backends_that_moved_are_unknown():
+    assert chosen_backends(VLLM_MODEL)["experts"] == "TRITON"
+    assert chosen_backends(SimpleNamespace(get_submodule=lambda name: SimpleNamespace())) == {}
 
 
 def test_a_seed_is_a_rollout(build):
