@@ -47,12 +47,12 @@ def test_plain_weights_stay_as_they_were(tmp_path):
 
 
 def test_only_the_option_makes_them_realistic(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr("grpo.model.random_weights.write_full", lambda *arguments: asked.append(arguments[-1]))
+    realistic = []
+    monkeypatch.setattr("grpo.model.random_weights.write_full", lambda *arguments: realistic.append(arguments[-1]))
     command = ["full", "--out", str(tmp_path / "model"), "--tokenizer", str(TINY_PATH)]
     make_model.main(command)
     make_model.main([*command, "--realistic"])
-    assert asked == [False, True]
+    assert realistic == [False, True]
 
 
 class Observed:
