@@ -57,19 +57,24 @@ def test_the_task_names_settings_and_files_that_exist():
 
 
 # As much of rsync as the script uses, for machines without it; $RSYNC_FAILS is a pattern of sources or targets that
-# cannot be reached.
+# cannot be reached; $RSYNC_WAITS lets a copy of a run's folder wait for complete.json.
 RSYNC = f"""#!{sys.executable}
-import fnmatch, os, pathlib, shutil, sys
+import fnmatch, os, pathlib, shutil, sys, time
 *options, source, target = sys.argv[1:]
 if any(fnmatch.fnmatch(path, os.environ.get("RSYNC_FAILS", "-")) for path in (source, target)):
     sys.exit(23)
+copying = source.endswith("/") and target.endswith("/bucket/first/")
+while os.environ.get("RSYNC_WAITS") and copying and not os.path.exists(source + "complete.json"):
+    time.sleep(0.05)
 if shutil.which("rsync", path=os.environ["REAL_PATH"]):
     os.execvpe("rsync", ["rsync", *sys.argv[1:]], os.environ | {{"PATH": os.environ["REAL_PATH"]}})
 risked = [option.removeprefix("--filter=R /").removesuffix("/***") for option in options if "=R /" in option]
+hidden = [option.removeprefix("--filter=H /") for option in options if "=H /" in option]
 deleting = "--delete-after" in options and "--filter=P *" in options
 if source.endswith("/"):
-    before = set(os.listdir(source))
-    shutil.copytree(source, target, dirs_exist_ok=True, ignore=lambda folder, names: [n for n in names if ".tmp" in n])
+    before = set(os.listdir(source)) - set(hidden)
+    ignored = lambda folder, names: [name for name in names if ".tmp" in name or name in hidden]
+    shutil.copytree(source, target, dirs_exist_ok=True, ignore=ignored)
     for path in pathlib.Path(target).iterdir() if deleting else ():
         if path.name not in before and any(fnmatch.fnmatch(path.name, pattern) for pattern in risked):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -194,9 +199,10 @@ def test_a_copy_that_cannot_be_read_is_no_start_and_a_last_copy_that_fails_no_su
     # A copy that was cut off before its settings.json is no run.
     (tmp_path / "bucket/first/checkpoint-7").mkdir()
     (tmp_path / "two/first").mkdir(parents=True)
-    assert machine("two", TOTAL_STEPS=1, RSYNC_FAILS="*first.zip").wait() == 1
+    # Its first copy begins before there is a zip, and ends after the run: complete.json must not come without the zip.
+    assert machine("two", TOTAL_STEPS=1, RSYNC_FAILS="*first.zip", RSYNC_WAITS=1).wait() == 1
     assert (tmp_path / "output.txt").read_text().count("copy 5 of 5") == 1
-    assert not (tmp_path / "bucket/first.zip").exists()
+    assert not any((tmp_path / "bucket" / name).exists() for name in ("first.zip", "first/complete.json"))
     assert machine("two", TOTAL_STEPS=1).wait() == 2
     assert_copied(tmp_path, "two")
     # Files of somebody else in OUTPUT_DIR are not this script's to delete.

@@ -93,13 +93,16 @@ fi
 written() { stat -c '%i %z' "$run/settings.json" 2>/dev/null || true; }
 before=$(written)
 may_copy() { [ -n "$owed" ] || [ "$(written)" != "$before" ]; }
-# settings.json is first, because a folder without it is no run, and complete.json comes after the zip. Old files are
+# settings.json is first, because a folder without it is no run. complete.json, which the run writes after its zip, is
+# hidden until it is there at the beginning: it must not come into a copy whose zip was still missing. Old files are
 # deleted last: cut off at any moment, the copy holds a whole checkpoint. R names what may be deleted, P protects
 # everything else.
 copy_run() {
+    local unfinished=()
+    [ -f "$run/complete.json" ] || unfinished=(--filter='H /complete.json')
     rsync -t "$run/settings.json" "$copy/" && { [ ! -f "$run.zip" ] || rsync -t "$run.zip" "$copy.zip"; } &&
-        rsync -rt --delete-after --filter='R /checkpoint-*/***' --filter='R /complete.json' --filter='R /exit.json' \
-            --filter='R /best.old/***' --filter='P *' --exclude='*.tmp' "$run/" "$copy/"
+        rsync -rt --delete-after "${unfinished[@]}" --filter='R /checkpoint-*/***' --filter='R /complete.json' \
+            --filter='R /exit.json' --filter='R /best.old/***' --filter='P *' --exclude='*.tmp' "$run/" "$copy/"
 }
 
 # On a notice that the machine goes away, or Ctrl-C, the run saves a checkpoint after its step, and ends.
