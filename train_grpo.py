@@ -9,9 +9,8 @@
     torchrun --nproc-per-node 2 train_grpo.py     the same run on two of them (docs/clusters.md)
 
 Settings are environment variables. This file is the whole story: check, load gpt-oss-20b, attach the LoRA adapter,
-start vLLM asleep beside it, train with TRL's GRPOTrainer, evaluate, zip. The folders of grpo/ do these, in the order of
-a run: data, tasks, run, plan, preflight, model, rollout, learn, evaluate (docs/code.md). Nothing heavy is imported
-before the preflight has passed.
+start vLLM asleep beside it, train with TRL's GRPOTrainer, evaluate, zip. The folders of grpo/ do these
+(docs/maintainers/code.md says which). Nothing heavy is imported before the preflight has passed.
 
 Exit codes: 0 the run is complete; 2 the input must be fixed (all problems are listed); 3 vLLM and the trainer do not
 agree (the mismatch check); 4 vLLM failed (the same command continues from the last checkpoint); 130, 143 or 129
@@ -36,22 +35,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo.data.scoring import load_rewards
+from grpo.common import format_exception, log
+from grpo.output.archive import write_zip
+from grpo.output.best import recover_best
+from grpo.output.durable import move_files, scratch_folder
+from grpo.output.folder import add_record, continuation, mark_complete, prepare_run
+from grpo.output.layout import ADAPTER, SETTINGS, UNFINISHED, lock_output_dir
+from grpo.output.logs import start_logging
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import fetch_weights
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
-from grpo.run.archive import write_zip
-from grpo.run.best import recover_best
-from grpo.run.durable import move_files, scratch_folder
-from grpo.run.ending import StopRequest, end_quietly, fail, handle_failure, ignore_signals, record_end
-from grpo.run.folder import add_record, continuation, mark_complete, prepare_run
-from grpo.run.layout import ADAPTER, SETTINGS, UNFINISHED, lock_output_dir
-from grpo.run.logs import start_logging
-from grpo.run.ranks import RankLost, Ranks
-from grpo.settings import flag_answers, format_exception, help_text, log
+from grpo.process.ending import StopRequest, end_quietly, fail, handle_failure, ignore_signals, record_end
+from grpo.process.ranks import RankLost, Ranks
+from grpo.reward.scoring import load_rewards
+from grpo.settings.help import help_text
+from grpo.settings.parsing import flag_answers
 
 if TYPE_CHECKING:
     from grpo.evaluate.progress import Progress

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from grpo.settings import log
+from grpo.common import log
 
 LINE_S = 30.0  # seconds between two lines about the same work
 ROWS_S = 5.0  # seconds before the first line about rows: most files are read sooner

@@ -14,14 +14,85 @@ Exit codes: 0 done, 2 the profiles cannot be used (every problem is named); thos
 """
 
 import argparse
+import itertools
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.run.ending import run_script
-from grpo.settings import InputError, Settings, reflow
+from grpo.common import ROOT, InputError, reflow
+from grpo.process.child import run_child
+from grpo.process.ending import run_script
+from grpo.settings.table import Settings
+from grpo.tasks.tes.dataset import SEED, SHORT_SHARE, profile_files, read_profiles
+from grpo.tasks.tes.profiles import Profile, cut_windows
+from grpo.tasks.tes.record import LEAST_WINDOWS
+
+FEWEST_WINDOWS = 20  # training windows, as in the demo's data; varied copies stand in for missing real ones
+VARY = 2.0  # largest factor of a varied day's load
+Profiles = dict[Path, Profile]  # by their files
+
+
+def window_count(profiles: Profiles) -> int:
+    return sum(len(cut_windows(profile)) for profile in profiles.values())
+
+
+def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path) -> list[Path]:
+    """The files of `folder` to hold out, of those `ordered` by date, as `read_split` says. Raises InputError."""
+    if not heldout or (len(heldout) == 1 and heldout[0].isdecimal()):
+        count = int(heldout[0]) if heldout else max(1, len(ordered) // 3)
+        chosen = list(ordered[max(0, len(ordered) - count) :])
+    else:
+        names = {Path(name).name for name in heldout}
+        chosen = [path for path in ordered if path.name in names]
+        present = ", ".join(path.name for path in ordered)
+        if unknown := names - {path.name for path in chosen}:
+            raise InputError(*(f"--heldout {name}: {folder} has no such profile, only {present}" for name in unknown))
+    if not 0 < len(chosen) < len(ordered):
+        counts = f"{len(ordered)} profile{'s' if len(ordered) > 1 else ''}, {len(chosen)} held out"
+        raise InputError(f"{folder}: {counts}; at least one must be trained on and one held out")
+    return chosen
+
+
+def read_split(folder: Path, pattern: str, heldout: Sequence[str]) -> tuple[Profiles, Profiles]:
+    """The profiles of a folder to train on, and those held out. `heldout` names files, or how many to hold out, the
+    last by date; if it is empty, the last third, at least one. Raises InputError with every problem."""
+    paths = sorted(folder.glob(pattern))
+    if not paths:
+        raise InputError(f"{folder}: holds no profile ({pattern}); docs/plant.md says what one looks like")
+    profiles = read_profiles(paths)
+    ordered = sorted(paths, key=lambda path: profiles[path].dates)
+    heldout_paths = choose_heldout(ordered, heldout, folder)
+    trained, problems = [path for path in ordered if path not in heldout_paths], []
+    for path, other in itertools.product(trained, heldout_paths):
+        if shared := sorted(set(profiles[path].dates) & set(profiles[other].dates)):
+            dates = ", ".join(map(str, shared))
+            pair = f"{path.name} (to train on) and {other.name} (held out)"
+            problems.append(f"{pair} both have {dates}; take it out of one")
+    if problems:
+        raise InputError(*problems)
+    return {path: profiles[path] for path in trained}, {path: profiles[path] for path in heldout_paths}
+
+
+def write_data(train: Profiles, heldout: Profiles, out: Path, prompt: str) -> dict[str, str]:
+    """Writes training and held-out rows below `out`; returns the settings that name them and the held-out profiles.
+
+    Varied copies fill up the training windows: two real ones alone left a fifth of a warmer month's load unserved."""
+    trajectories = math.ceil(FEWEST_WINDOWS / window_count(train))
+    files = {
+        "DATA": profile_files(train, (prompt,), SEED, trajectories=trajectories, short_share=SHORT_SHARE, vary=VARY),
+        "EVAL_DATA": profile_files(heldout, (prompt,), SEED),
+    }
+    settings = {"EVAL_PROFILE": ",".join(map(str, heldout))}
+    for (setting, texts), folder in zip(files.items(), (out / "train", out / "heldout"), strict=True):
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = {folder / name: text for name, text in texts}
+        for path, text in paths.items():
+            path.write_bytes(text.encode())
+        settings[setting] = ",".join(map(str, paths))
+    return settings
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,10 +106,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def train_on_days(options: argparse.Namespace) -> int:
+    """Makes the data and runs train_grpo.py on it; returns its exit code. Raises InputError, OSError."""
+    train, heldout = read_split(options.folder, options.files, options.heldout)
+    settings = write_data(train, heldout, options.out / "data", "compact" if options.model == "tiny" else "full")
+    settings |= {"MODEL_ID": options.model, "OUTPUT_DIR": str(options.out / "run")}
+    count = window_count(heldout)
+    few = f" (fewer than {LEAST_WINDOWS}: no confidence interval)" if count < LEAST_WINDOWS else ""
+    names, held_names = (", ".join(path.stem for path in side) for side in (train, heldout))
+    print(f"train on {names}; held out {held_names}: {count} window(s){few}", flush=True)
+    return run_child([sys.executable, str(ROOT / "train_grpo.py")], settings)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(argv)
-    from grpo.measure.days import train_on_days  # Imported here: --help needs no torch.
-
     try:
         return train_on_days(options)
     except OSError as error:

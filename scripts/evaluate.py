@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.evaluate.adapter import note_best
+from grpo.common import in_range
 from grpo.evaluate.by_hand import evaluate
-from grpo.run.ending import run_script
-from grpo.settings import in_range
+from grpo.evaluate.saved_adapter import note_best
+from grpo.process.ending import run_script
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -22,12 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from safetensors import SafetensorError
 
-from grpo.evaluate.adapter import note_best
+from grpo.common import format_exception
 from grpo.evaluate.export import export, prepare
 from grpo.evaluate.publish import staged_adapter
-from grpo.run.ending import run_script
-from grpo.run.hub import check_account, upload
-from grpo.settings import format_exception
+from grpo.evaluate.saved_adapter import note_best
+from grpo.output.upload import check_account, upload
+from grpo.process.ending import run_script
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from grpo.run.ending import run_script
-from grpo.settings import InputError, in_range
+from grpo.common import InputError, in_range
+from grpo.process.ending import run_script
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.profiles import cut_windows
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.common import reflow
 from grpo.evaluate.page import write_report
-from grpo.run.ending import run_script
-from grpo.settings import reflow
+from grpo.process.ending import run_script
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from grpo.common import InputError
 from grpo.plan.hub import fetch_weights
 from grpo.preflight.sft import sft_preflight
-from grpo.run.ending import run_script
-from grpo.settings import InputError
+from grpo.process.ending import run_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -56,5 +56,5 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # One pytest for both, so that its last line counts everything; two processes, each with whole files, in the order of
-# tests/conftest.py: by the number of tests, files with a few long ones would come last.
+# tests/helpers.py: by the number of tests, files with a few long ones would come last.
 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --doctest-modules "$@"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import vllm_source
-from conftest import ROOT, run_python
+from helpers import ROOT, run_python
 
 
 def cached_source() -> Path:

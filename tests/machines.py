@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from conftest import CLEAN
+from helpers import CLEAN
 
+from grpo.common import Problems
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, check_packages
 from grpo.plan.memory import PlanInputs
 from grpo.preflight.checks import preflight
 from grpo.preflight.resolve import ResolvedRun
-from grpo.settings import Problems, Settings
+from grpo.settings.table import Settings
 
 H100 = Machine("NVIDIA H100 80GB HBM3", 1, 79.6, 79.0, 110.0, 16, "x86_64")
 CPU = Machine(ram_free=20.0, cores=2, arch="x86_64")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from grpo.run.ranks import Ranks
+from grpo.process.ranks import Ranks
 
 FORK = multiprocessing.get_context("fork")
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo.common import Problems
 from grpo.data.files import Row, data_fingerprint
-from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint
-from grpo.run.folder import RunState, inspect_run
-from grpo.run.layout import ADAPTER
-from grpo.run.logs import COMPLETIONS, METRICS, CsvLog
-from grpo.settings import Problems, Settings
+from grpo.output.checkpoints import begin_checkpoint, finish_checkpoint
+from grpo.output.folder import RunState, inspect_run
+from grpo.output.layout import ADAPTER
+from grpo.output.logs import COMPLETIONS, METRICS, CsvLog
+from grpo.settings.table import Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {})
 PER_STEP = 96  # completions of a step with default settings

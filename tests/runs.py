@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from conftest import CLEAN, ROOT, SCRIPT
+from helpers import CLEAN, ROOT, SCRIPT
 from reliability import content
 
-from grpo.run.layout import ADAPTER
+from grpo.output.layout import ADAPTER
 
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "SEED": 5,
     "EVAL_SAMPLES": 0, "TEMPERATURE": 1, "DATA": "data/tes_heldout_compact.csv", "REWARDS": "action,paused:hold",
-    "EVAL_DATA": ROOT / "tests/run/fixtures/rows.csv",  # Four rows without a plant: the closed loop would take minutes.
+    # Four rows without a plant: the closed loop would take minutes.
+    "EVAL_DATA": ROOT / "tests/process/fixtures/rows.csv",
     "PYTHONPATH": str(ROOT / "tests"),
 }  # fmt: skip
 

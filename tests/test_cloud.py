@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, run_python, write_commands
+from helpers import ROOT, run_python, write_commands
 from runs import environment, go_on, has_line, wait_until
 
-from grpo.run.checkpoints import checkpoint_fault
-from grpo.settings import load_settings, setting_rows
+from grpo.output.checkpoints import checkpoint_fault
+from grpo.settings.help import setting_rows
+from grpo.settings.parsing import load_settings
 
 CLOUD = ROOT / "scripts/cloud"
 SKY_TEXT = (CLOUD / "sky.yaml").read_text(encoding="utf-8")

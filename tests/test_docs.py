@@ -6,10 +6,12 @@ import re
 
 import make_docs
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
+from grpo.common import Problems
 from grpo.data.files import read_rows
-from grpo.settings import Problems, load_settings, setting_rows
+from grpo.settings.help import setting_rows
+from grpo.settings.parsing import load_settings
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,7 +28,7 @@ NOT_SETTINGS = {
 
 @pytest.mark.parametrize("name", make_docs.GENERATED)
 def test_generated_parts_are_current(name):
-    assert (ROOT / name).read_text(encoding="utf-8") == make_docs.regenerated(name), "run scripts/make_docs.py"
+    assert (ROOT / name).read_text(encoding="utf-8") == make_docs.regenerated(name), "run scripts/dev/make_docs.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -65,7 +67,7 @@ def test_named_settings_are_settings(page):
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [*CURRENT, ROOT / "scripts/reliability.toml"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*CURRENT, ROOT / "scripts/dev/reliability.toml"], ids=lambda p: p.name)
 def test_options_in_commands_exist(page):
     code = page.read_text(encoding="utf-8").replace("\n    ", " ")  # The .toml indents a command's further lines.
     if page.suffix == ".md":

@@ -9,26 +9,27 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_python
+from helpers import ROOT, run_python
 
-ROOMS = [  # In the order of a run: each may import those before it; the entry and scripts/ any.
-    "grpo.numerals", "rewards", "grpo.other_names", "grpo.settings_table", "grpo.settings", "grpo.phases", "grpo.data",
-    "grpo.tasks", "grpo.run", "grpo.plan", "grpo.preflight", "grpo.model", "grpo.rollout", "grpo.learn",
-    "grpo.evaluate", "grpo.measure", "grpo.verl",
+# In the order of a run: each may import those before it; the entry and scripts/ any.
+ROOMS = [
+    "grpo.numerals", "rewards", "grpo.common", "grpo.settings", "grpo.phases", "grpo.data", "grpo.reward", "grpo.tasks",
+    "grpo.output", "grpo.process", "grpo.plan", "grpo.preflight", "grpo.model", "grpo.rollout", "grpo.learn",
+    "grpo.evaluate", "grpo.verl",
 ]  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "peft", "vllm", "liger_kernel", "datasets"}
 ENTRY = ROOT / "train_grpo.py"
-SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+SCRIPTS = sorted(path for path in (ROOT / "scripts").rglob("*.py") if path.parent.name != "tests")
 FILES = [ROOT / "rewards.py", *sorted((ROOT / "grpo").rglob("*.py")), ENTRY, *SCRIPTS]
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
-MODULES |= {path.stem: path for path in SCRIPTS}  # scripts/ is on the path of a script that runs.
+MODULES |= {path.stem: path for path in SCRIPTS if path.parent.name != "dev"}  # The path of a script that runs.
 LONGEST_MODULE, LONGEST_FUNCTION = 450, 80
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 # Words that say nothing about the thing that they name.
 EMPTY = {"found", "one", "what", "given", "made", "told", "some", "way"}
 # These are called by a framework, which documents them, or by `if __name__`.
 DOCUMENTED_ELSEWHERE = {"forward", "backward", "emit", "handleError", "main", "parse_args"}
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
+TESTS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts/dev/tests").glob("*.py")])
 
 
 @functools.cache
@@ -36,12 +37,17 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 def imports(path: Path, top: bool = False) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import of a file, with `top` only of those outside functions.
+    """(line, module) of every import of a file, with `top` only of those outside functions. Those for types alone are
+    left out.
 
     `from grpo.data import files` imports grpo.data.files."""
-    functions = [node for node in ast.walk(tree_of(path)) if top and isinstance(node, FUNCTIONS)]
-    inside = {node for function in functions for node in ast.walk(function)}
+    skipped = [node for node in ast.walk(tree_of(path)) if top and isinstance(node, FUNCTIONS) or is_for_types(node)]
+    inside = {node for block in skipped for node in ast.walk(block)}
     for node in set(ast.walk(tree_of(path))) - inside:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -82,7 +88,9 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 # Imported in a function: for data sets of the Hub, and where there are several processes.
-LATE = {("grpo/data/formats.py", "datasets")} | {("grpo/run/ranks.py", name) for name in ("torch", "torch.distributed")}
+LATE = {("grpo/data/formats.py", "datasets")} | {
+    ("grpo/process/ranks.py", name) for name in ("torch", "torch.distributed")
+}
 
 
 def test_light_rooms_import_nothing_heavy():
@@ -115,8 +123,11 @@ def test_without_any_package_the_check_says_what_is_missing(tmp_path):
 
 
 def test_every_script_ends_by_run_script():
-    """It turns wrong input into exit code 2 and a line on stderr, which tests/run/test_ending.py runs."""
-    last_lines = {path.stem: path.read_text(encoding="utf-8").splitlines()[-1].strip() for path in SCRIPTS}
+    """It turns wrong input into exit code 2 and a line on stderr, which tests/process/test_ending.py runs."""
+    last_lines = {path.stem: path.read_text(encoding="utf-8").splitlines() for path in SCRIPTS}
+    last_lines = {
+        name: lines[-1].strip() for name, lines in last_lines.items() if 'if __name__ == "__main__":' in lines
+    }
     others = [name for name, line in last_lines.items() if line != "sys.exit(run_script(main))"]
     assert others == ["make_docs"], "it takes no input"
 

@@ -9,7 +9,7 @@ import sys
 import tomllib
 
 import pytest
-from conftest import ROOT, write_commands
+from helpers import ROOT, write_commands
 from machines import package_problems
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet

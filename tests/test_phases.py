@@ -10,8 +10,8 @@ import pytest
 from runs import has_line, wait_until
 
 from grpo import phases
+from grpo.output.logs import start_logging
 from grpo.phases import Phase, with_progress
-from grpo.run.logs import start_logging
 
 
 @pytest.fixture

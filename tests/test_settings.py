@@ -10,24 +10,16 @@ import re
 
 import hypothesis
 import pytest
-from conftest import ROOT, run_python, run_script
+from helpers import ROOT, run_python, run_script
 from hypothesis import strategies as st
 from machines import only
 
-from grpo.other_names import ADVICE, ANSWERS, COMMON_WORDS, OTHER_VALUES, SYNONYMS, TRL_ONLY, UNSUPPORTED
+from grpo.common import Problems
 from grpo.plan.targets import check_targets
 from grpo.preflight.choices import ATTENTION
-from grpo.settings import (
-    FIELDS,
-    Problems,
-    Settings,
-    flag_answers,
-    load_settings,
-    nearest_setting,
-    parse_value,
-    show,
-    unknown_variables,
-)
+from grpo.settings.foreign import ADVICE, ANSWERS, COMMON_WORDS, OTHER_VALUES, SYNONYMS, TRL_ONLY, UNSUPPORTED
+from grpo.settings.parsing import flag_answers, load_settings, nearest_setting, parse_value, show, unknown_variables
+from grpo.settings.table import FIELDS, Settings
 
 ACCEPTED = [
     ("TOTAL_STEPS", " 7 ", 7, "spaces around"),
@@ -148,7 +140,7 @@ def test_trls_arguments_without_a_setting_are_one_warning():
     problems, warnings = unknown_variables(environ)
     assert not problems and only(warnings) == (
         "TRL's argument, no setting here: TORCH_COMPILE, TORCH_COMPILE_MODE (kernels, packing and memory are this "
-        "program's own (docs/learner.md)); VLLM_MODE (vLLM runs inside this program and sleeps while the model "
+        "program's own (docs/memory.md)); VLLM_MODE (vLLM runs inside this program and sleeps while the model "
         "learns). IGNORE_VARS=TORCH_COMPILE,TORCH_COMPILE_MODE,VLLM_MODE for those of another program"
     )
     assert unknown_variables(environ | {"IGNORE_VARS": ",".join(environ)}) == ([], [])
@@ -168,7 +160,8 @@ def test_help_names_every_setting_and_that_of_every_script_fits_the_screen():
     code = """
 import pathlib, runpy, sys
 sys.path.insert(0, "scripts")
-for path in ["train_grpo.py", *sorted(map(str, pathlib.Path("scripts").glob("*.py")))]:
+for path in ["train_grpo.py", *sorted(map(str, pathlib.Path("scripts").rglob("[!_]*.py")))]:
+    if "__main__" not in pathlib.Path(path).read_text() or path.endswith("make_docs.py"): continue
     sys.argv = [path, "--help"]
     try: runpy.run_path(path, run_name="__main__")
     except SystemExit as end: assert not end.code, path

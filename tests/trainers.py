@@ -6,13 +6,12 @@ import dataclasses
 import math
 
 import torch
-from conftest import RENDERED
 from expert_models import load
+from helpers import RENDERED
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo.data.files import Row
-from grpo.data.scoring import is_by_action, load_rewards, reward_specs
 from grpo.learn.distributed import adapter_parameters, flat_adapter
 from grpo.learn.options import grpo_options
 from grpo.learn.trainer import RunContext, Trainer
@@ -20,9 +19,10 @@ from grpo.model.load import load_tokenizer
 from grpo.plan.memory import Plan
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
-from grpo.run.ending import StopRequest
-from grpo.run.ranks import Ranks
-from grpo.settings import FIELDS, Settings
+from grpo.process.ending import StopRequest
+from grpo.process.ranks import Ranks
+from grpo.reward.scoring import is_by_action, load_rewards, reward_specs
+from grpo.settings.table import FIELDS, Settings
 
 LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
 

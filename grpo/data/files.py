@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo.common import ROOT, Problems, is_text, one_line, path_fault, read_number, split_commas
 from grpo.data.formats import (
     Cell,
     Columns,
@@ -25,8 +26,7 @@ from grpo.data.formats import (
     reader_of,
 )
 from grpo.phases import with_progress
-from grpo.settings import ROOT, Problems, is_text, one_line, path_fault, read_number, split_commas
-from grpo.settings_table import MOST_REWARD
+from grpo.settings.table import MOST_REWARD
 
 REWARD_COLUMN = re.compile("reward_action_(0|[1-9][0-9]{0,5})")
 Q_COLUMN = re.compile("q_action_(0|[1-9][0-9]{0,5})")

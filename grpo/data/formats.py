@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo.settings import ROOT, Problems, format_exception
+from grpo.common import ROOT, Problems, format_exception
 
 Cell = Any  # Text in a CSV; any value that JSON or Parquet can hold in other formats.
 Columns = dict[str, Cell]

@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo.common import ROOT, Problems, one_line, split_commas
 from grpo.data.files import INSTRUCTING, Row, data_fingerprint, find_files, read_rows
 from grpo.data.formats import is_dataset
-from grpo.settings import ROOT, Problems, Settings, one_line, split_commas
+from grpo.settings.table import Settings
 
 DATE_COLUMNS = {"timestamp", "datetime", "date", "day", "time", "created_at", "日時", "日付"}
 # Forms of a date at the begin of a cell. With slashes and the year at the end, 06/01/2025, some write the month first

@@ -14,10 +14,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from grpo.common import InputError, Problems, format_exception, nearest_hint, one_line
 from grpo.data.files import HARMONY_TOKEN, Messages, Row
 from grpo.data.formats import Cell, read_literal
 from grpo.phases import with_progress
-from grpo.settings import InputError, Problems, Settings, format_exception, nearest_hint, one_line, parse_value
+from grpo.settings.parsing import parse_value
+from grpo.settings.table import Settings
 
 if TYPE_CHECKING:
     import jinja2

@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import rewards
+from grpo.common import InputError, Problems, printable, split_commas
 from grpo.data.files import REWARD_COLUMN, Row, read_file, read_messages
 from grpo.data.prompts import render_rows
-from grpo.evaluate.adapter import check_model, load_run_settings
 from grpo.evaluate.models import start_model
-from grpo.plan.engine import vllm_rank
+from grpo.evaluate.saved_adapter import check_model, load_run_settings
+from grpo.output.durable import read_json
+from grpo.plan.engine_memory import vllm_rank
 from grpo.plan.hub import ModelFiles
 from grpo.plan.machine import Machine, read_machine
 from grpo.plan.vllm_model import vllm_faults
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.rollout.engine import vllm_modules
-from grpo.run.durable import read_json
-from grpo.settings import InputError, Problems, Settings, printable, split_commas
+from grpo.settings.table import Settings
 
 EXAMPLE = "Which one? Answer [0] or [1]."
 URL = "http://localhost:8000/v1/completions"

@@ -9,22 +9,23 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from grpo.common import InputError, Problems, split_commas
 from grpo.data.files import data_fingerprint, label, read_rows
 from grpo.data.heldout import Split, date_notes, read_split
 from grpo.data.prompts import render_rows
-from grpo.data.reward_checks import check_heldout, check_rewards
-from grpo.data.scoring import initial_trainer_state, load_rewards
-from grpo.evaluate.adapter import check_model, load_run_settings, recorded_fingerprint
-from grpo.evaluate.heldout import HeldoutEvaluation, new_results
+from grpo.evaluate.heldout_reward import HeldoutEvaluation, new_results
 from grpo.evaluate.models import ModelResponder, start_model
+from grpo.evaluate.saved_adapter import check_model, load_run_settings, recorded_fingerprint
 from grpo.evaluate.tables import evaluation_table
+from grpo.output.durable import check_writable, write_named
+from grpo.output.layout import SETTINGS
 from grpo.plan.hub import ModelFiles, count_parameters
 from grpo.plan.machine import Machine, installed_versions, read_machine
 from grpo.plan.vllm_model import vllm_faults
 from grpo.preflight.choices import choose_exact, choose_exact_loop, choose_rewards, choose_use_vllm
-from grpo.run.durable import check_writable, write_named
-from grpo.run.layout import SETTINGS
-from grpo.settings import InputError, Problems, Settings, split_commas
+from grpo.reward.reward_checks import check_heldout, check_rewards
+from grpo.reward.scoring import initial_trainer_state, load_rewards
+from grpo.settings.table import Settings
 from grpo.tasks.simulator import load_simulator
 
 

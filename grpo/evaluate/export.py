@@ -9,18 +9,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from grpo.evaluate.adapter import commit_of_run, load_run_settings
+from grpo.common import InputError, Problems
 from grpo.evaluate.publish import copy_small, model_readme
+from grpo.evaluate.saved_adapter import commit_of_run, load_run_settings
 from grpo.model.checkpoint import expected_tensors, new_directory, write_json, write_tensors
 from grpo.model.experts import dequantize_mxfp4
+from grpo.output.durable import sync_files, write_text
+from grpo.output.layout import ADAPTER
 from grpo.plan.hub import ModelFiles, fetch_weights, find_model, has_mxfp4
 from grpo.plan.targets import checkpoint_weight
 from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.preflight.adapter import NAME_AN_ADAPTER, read_adapter, tensor_shapes
 from grpo.rollout.weight_sync import update_products, update_share
-from grpo.run.durable import sync_files, write_text
-from grpo.run.layout import ADAPTER
-from grpo.settings import InputError, Problems, Settings
+from grpo.settings.table import Settings
 
 CONFIG = "config.json"
 

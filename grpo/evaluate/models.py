@@ -15,24 +15,25 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo.common import InputError
 from grpo.data.prompts import sampling_seed
 from grpo.evaluate.exact import BATCH_TOKENS, answer_probabilities
-from grpo.learn.expected_reward import action_tokens
 from grpo.learn.trainer import Trainer
 from grpo.model.attention import unwrap_peft
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer
-from grpo.plan.engine import plan_engine
+from grpo.output.durable import read_json
+from grpo.plan.engine_memory import plan_engine
 from grpo.plan.hub import ModelConfig, ModelFiles, checkpoint_gib, fetch_weights, has_mxfp4
 from grpo.plan.machine import Machine
 from grpo.plan.memory import GPU_SHARE, PlanInputs, generation_gib
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
+from grpo.reward.lookup import action_tokens
 from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, close_answers
 from grpo.rollout.engine import EngineError, start_engine
-from grpo.run.durable import read_json
-from grpo.settings import InputError, Settings
+from grpo.settings.table import Settings
 
 GENERATION_BATCHES = (64, 32, 16, 8, 4, 2, 1)  # sequences that transformers generates at the same time
 MOST_AT_ONCE = 512  # sequences that vLLM generates at the same time; more wait in its queue

@@ -6,12 +6,12 @@ from pathlib import Path
 import jinja2
 import matplotlib.style
 
+from grpo.common import InputError, format_exception
 from grpo.evaluate import report
 from grpo.evaluate.pictures import STYLE, pictures
 from grpo.evaluate.run_data import Run, read_examples, read_run
 from grpo.evaluate.tables import HEADER, heldout_rows
-from grpo.run.durable import write_text
-from grpo.settings import InputError, format_exception
+from grpo.output.durable import write_text
 
 # The template escapes every value by itself; nothing is marked as safe.
 LOADER = jinja2.FileSystemLoader(Path(__file__).parent)

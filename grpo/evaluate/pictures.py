@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from grpo.evaluate.run_data import FUNCTION, Run
-from grpo.run.logs import EVALUATED, METRICS
-from grpo.settings_table import TASK_FIGURES
+from grpo.output.logs import EVALUATED, METRICS
+from grpo.settings.table import TASK_FIGURES
 from grpo.tasks.figure_text import finite_number
 
 MEAN_STEPS = 10  # steps in a moving mean

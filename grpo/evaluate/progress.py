@@ -3,17 +3,17 @@
 
 from pathlib import Path
 
+from grpo.common import format_exception, log
 from grpo.data.files import data_fingerprint
-from grpo.evaluate.heldout import HeldoutEvaluation, Results, measure_rewards, trainer_evaluation
+from grpo.evaluate.heldout_reward import HeldoutEvaluation, Results, measure_rewards, trainer_evaluation
 from grpo.evaluate.models import ModelResponder, TrainedModel
 from grpo.evaluate.tables import reward_comparisons
 from grpo.learn.trainer import Trainer
+from grpo.output import best
+from grpo.output.archive import model_card
+from grpo.output.durable import is_intact, read_sealed, write_sealed, write_text
 from grpo.phases import Phase
 from grpo.preflight.resolve import ResolvedRun
-from grpo.run import best
-from grpo.run.archive import model_card
-from grpo.run.durable import is_intact, read_sealed, write_sealed, write_text
-from grpo.settings import format_exception, log
 from grpo.tasks.simulator import GREEDY, Record, Simulator, load_simulator
 
 CLOSED_LOOP = "closed_loop.json"

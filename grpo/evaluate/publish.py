@@ -8,17 +8,18 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from grpo.common import InputError
 from grpo.evaluate.report import facts, reward_verdict, simulator_section
 from grpo.evaluate.run_data import Run, read_json, read_run
 from grpo.evaluate.tables import HEADER, heldout_rows
+from grpo.output.archive import base_model_name, loading_code
+from grpo.output.durable import write_text
+from grpo.output.layout import ADAPTER, SETTINGS
+from grpo.output.upload import MERGED_CODE, chosen_settings, table
 from grpo.plan.hub import MODEL_FILES
 from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.preflight.adapter import CONFIG, is_on_experts
-from grpo.run.archive import base_model_name, loading_code
-from grpo.run.durable import write_text
-from grpo.run.hub import MERGED_CODE, chosen_settings, table
-from grpo.run.layout import ADAPTER, SETTINGS
-from grpo.settings import InputError, Settings
+from grpo.settings.table import Settings
 from grpo.tasks.figure_text import object_at
 
 FORMS = {

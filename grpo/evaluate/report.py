@@ -6,10 +6,10 @@ from collections import defaultdict
 
 from grpo.evaluate.run_data import Run, duration
 from grpo.evaluate.tables import reward_comparisons
-from grpo.run.best import loading_advice
-from grpo.run.hub import without_folders
-from grpo.run.layout import ADAPTER
-from grpo.settings import show
+from grpo.output.best import loading_advice
+from grpo.output.layout import ADAPTER
+from grpo.output.upload import without_folders
+from grpo.settings.parsing import show
 from grpo.tasks.figure_text import finite_number, object_at, with_interval
 from grpo.tasks.simulator import ReportSection
 from grpo.tasks.verdict import verdict

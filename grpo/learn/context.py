@@ -7,11 +7,11 @@ from typing import Any
 
 from grpo.data.files import Row
 from grpo.plan.memory import Plan
+from grpo.process.ending import StopRequest
+from grpo.process.ranks import Ranks
 from grpo.rollout.engine import Engine
 from grpo.rollout.parity import MismatchWatch
-from grpo.run.ending import StopRequest
-from grpo.run.ranks import Ranks
-from grpo.settings import Settings
+from grpo.settings.table import Settings
 
 
 @dataclass

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo.run.layout import ADAPTER
-from grpo.run.ranks import Ranks
+from grpo.output.layout import ADAPTER
+from grpo.process.ranks import Ranks
 
 # The files of a checkpoint that a run continues from. A rank writes these names only, none that another process sent.
 RESUME_FILES = [ADAPTER, "adapter_config.json", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"]

@@ -12,32 +12,15 @@ Sources: Mean Actor-Critic (1709.00503), Expected Policy Gradients (1706.05374),
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+from grpo.reward.lookup import AnswerRewards
 
 EPSILON = 1e-4  # TRL adds it to the deviation that it divides by.
-
-
-@dataclass(frozen=True)
-class AnswerRewards:
-    """Where one completion names its action, and what each action would earn there, as numbers that JSON can carry.
-
-    A completion that is learned from as it was sampled has no position and no actions; `base_reward` is its reward."""
-
-    # The reward of an unreadable answer, plus `other_reward`; NaN if every function left the completion out.
-    base_reward: float
-    position: int = -1  # of the answer's token in the completion
-    tokens: Sequence[int] = ()  # (K,): the token that names each action
-    gains: Sequence[float] = ()  # (K,): weighted reward of each action beyond that of an unreadable answer
-    other_reward: float = 0.0  # weighted sampled reward of the functions that are not looked up
-    surplus: float = 0.0  # sampled reward of the looked-up functions beyond that of the answered action
 
 
 @dataclass(frozen=True)
@@ -74,18 +57,6 @@ class StepRewards:
     def is_expected(self) -> Tensor:
         """(B,) bool: which completions learn from their expected reward."""
         return self.position >= 0
-
-
-@functools.cache
-def action_tokens(tokenizer: PreTrainedTokenizerBase, actions: int) -> list[int]:
-    """The tokens that name the actions `[0]` to `[actions - 1]`; empty if a name takes several tokens or changes the
-    tokens around it."""
-    texts = [f"{ANSWER_BEFORE}{k}{ANSWER_AFTER}" for k in range(actions)]
-    answers = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
-    if len(set(map(len, answers))) > 1:
-        return []
-    differing = [tokens for tokens in zip(*answers, strict=True) if len(set(tokens)) > 1]
-    return list(differing[0]) if len(differing) == 1 else []
 
 
 def expected_rewards(answers: StepRewards, probabilities: Tensor) -> Tensor:

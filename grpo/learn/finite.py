@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.trainer_callback import TrainerCallback
 
 from grpo.learn.distributed import adapter_parameters
-from grpo.run.ending import RunFailure
+from grpo.process.ending import RunFailure
 
 
 class NotFinite(RunFailure):

@@ -4,8 +4,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grpo.run.layout import run_folder
-from grpo.settings import Settings, split_commas
+from grpo.common import split_commas
+from grpo.output.layout import run_folder
+from grpo.settings.table import Settings
 
 # Settings that GRPOConfig and SFTConfig have under the same names; those that GRPOConfig has as well.
 TRAINING_SETTINGS = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")

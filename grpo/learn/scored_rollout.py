@@ -10,7 +10,7 @@ import torch
 
 from grpo.learn.expected_reward import StepRewards
 from grpo.learn.learner import Batch
-from grpo.run.logs import Cell
+from grpo.output.logs import Cell
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from grpo.learn.finite import FiniteCallback
 from grpo.learn.options import training_options
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import load_adapter, load_base, load_tokenizer
+from grpo.output.archive import model_card
+from grpo.output.durable import move_files, write_text
+from grpo.output.folder import prepare_run
+from grpo.output.layout import ADAPTER, UNFINISHED
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.checks import run_records
 from grpo.preflight.resolve import ResolvedRun
-from grpo.run.archive import model_card
-from grpo.run.durable import move_files, write_text
-from grpo.run.folder import prepare_run
-from grpo.run.layout import ADAPTER, UNFINISHED
-from grpo.settings import Settings
+from grpo.settings.table import Settings
 
 LOG_LINES = 10  # The training prints about this many lines.
 

@@ -9,9 +9,9 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from grpo.learn.distributed import sync_stop_signal
+from grpo.process.ending import StopRequest
+from grpo.process.ranks import Ranks
 from grpo.rollout.engine import gpu_used_gib
-from grpo.run.ending import StopRequest
-from grpo.run.ranks import Ranks
 
 
 class StepTimerCallback(TrainerCallback):

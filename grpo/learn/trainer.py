@@ -20,13 +20,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig
 
+from grpo.common import log
 from grpo.data.files import column_names
 from grpo.data.prompts import prompt_order, sampling_seed
-from grpo.data.scoring import Reward, RewardError, partial_none_text, read_completions, score
-from grpo.learn.answer_rewards import RewardLookup, expected_text
 from grpo.learn.context import RunContext
 from grpo.learn.distributed import ROLLOUT
-from grpo.learn.expected_reward import AnswerRewards, StepRewards, action_tokens
+from grpo.learn.expected_reward import StepRewards
 from grpo.learn.finite import FiniteCallback
 from grpo.learn.learner import Batch, Learner
 from grpo.learn.scored_rollout import ScoredRollout
@@ -34,18 +33,19 @@ from grpo.learn.timer import StepTimerCallback
 from grpo.model.attention import unwrap_peft, using_attention
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
+from grpo.output.archive import model_card
+from grpo.output.best import loading_advice, objection, read_best
+from grpo.output.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
+from grpo.output.durable import write_text
+from grpo.output.layout import BEST
+from grpo.output.logs import EVALUATED, LOG_METRIC, METRICS, TRL_FIGURES, FunctionLog, RunLog
 from grpo.phases import LINE_S, Phase
 from grpo.plan.memory import micro_batch_tokens
+from grpo.reward.lookup import AnswerRewards, RewardLookup, action_tokens, expected_text
+from grpo.reward.scoring import Reward, RewardError, partial_none_text, read_completions, score
 from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, close_answers
 from grpo.rollout.parity import MismatchGrown
-from grpo.run.archive import model_card
-from grpo.run.best import loading_advice, objection, read_best
-from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
-from grpo.run.durable import write_text
-from grpo.run.layout import BEST
-from grpo.run.logs import EVALUATED, LOG_METRIC, METRICS, TRL_FIGURES, FunctionLog, RunLog
-from grpo.settings import log
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

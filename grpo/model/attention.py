@@ -107,7 +107,7 @@ def flash_attention_3() -> Kernel:
 
 
 # Each function imports its package. A new one is a value of ATTN_IMPL only if FLASH_PACKAGES in grpo/plan/machine.py
-# lists it too; the setting's text, docs/learner.md and docs/install.md name it, and a test has a stand-in for it.
+# lists it too; the setting's text, docs/maintainers/learner.md and docs/install.md name it, and a test has a stand-in.
 KERNELS = {kernel.__name__: kernel for kernel in (torch_flash, flash_attention_2, flash_attention_3)}
 
 

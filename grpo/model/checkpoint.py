@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
+from grpo.common import InputError
 from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, config_dict
+from grpo.output.durable import locked
 from grpo.plan.hub import TINY_PATH
 from grpo.plan.tensors import WEIGHTS_INDEX
-from grpo.run.durable import locked
-from grpo.settings import InputError
 
 SHARD_BYTES = 4 * 2**30
 MakeTensor = Callable[[str, torch.Tensor], torch.Tensor]  # (name, meta tensor of that type and shape) -> tensor

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from grpo.output.durable import read_json
 from grpo.plan.hub import REAL_CONFIG, TINY_PATH
-from grpo.run.durable import read_json
 
 BLOCK = 32  # number of elements that share a scale in MXFP4
 # Sizes of a gpt-oss by their names in config.json. The hidden and the intermediate size must be multiples of BLOCK.

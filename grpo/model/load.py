@@ -21,14 +21,15 @@ from transformers import (
 )
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from grpo.common import format_exception, log
 from grpo.model.attention import install_attention, unwrap_peft
 from grpo.model.experts import EXPERTS_IMPLEMENTATION, QuantizedExperts, expert_weights, quantized_experts
 from grpo.model.head import install_float32_head
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
-from grpo.run.ending import UnloadableModel
-from grpo.settings import Settings, format_exception, log
+from grpo.process.ending import UnloadableModel
+from grpo.settings.table import Settings
 
 MOST_ON_ONE_THREAD = 1_000_000  # parameters of a model that one thread computes fastest; `tiny` has 0.3 million
 LARGEST_WEIGHT = 1e6  # limit for an adapter's weights; training keeps them far below 10

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.common import ROOT, Problems, one_line
+from grpo.output.durable import read_json, type_fault
 from grpo.plan.machine import GIB
 from grpo.plan.tensors import WEIGHTS_INDEX, missing_shards, names_fault
-from grpo.run.durable import read_json, type_fault
-from grpo.settings import ROOT, Problems, one_line
 
 ModelConfig = Mapping[str, Any]  # A model's config.json.
 

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo.settings import Problems, Settings, split_commas
+from grpo.common import Problems, split_commas
+from grpo.settings.table import Settings
 
 GIB = 2**30
 AMD_DEVICE = Path("/dev/kfd")  # Of the driver amdgpu.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo.plan.engine import SWIZZLED, SWIZZLED_AT_ONCE, EnginePlan, plan_engine
+from grpo.plan.engine_memory import SWIZZLED, SWIZZLED_AT_ONCE, EnginePlan, plan_engine
 from grpo.plan.hub import (
     ORIGINALS,
     DraftModel,
@@ -18,7 +18,8 @@ from grpo.plan.hub import (
 )
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import adapter_parameters, expert_words, target_matrices
-from grpo.settings import Settings, show
+from grpo.settings.parsing import show
+from grpo.settings.table import Settings
 
 Changes = Mapping[str, str | bool | None]  # New values of some settings, by name.
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from grpo.common import Problems, nearest_hint, split_commas
 from grpo.plan.hub import ModelConfig
-from grpo.settings import Problems, nearest_hint, split_commas
 
 # The modules that PEFT's `all-linear` adapts in a gpt-oss. Its router and experts are raw parameters, not modules.
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.run.durable import read_json, regular_file_size
+from grpo.output.durable import read_json, regular_file_size
 
 WEIGHTS_INDEX = "model.safetensors.index.json"  # It lists the weights to load; `original/` and `metal/` hold copies.
 SINGLE_FILE = "model.safetensors"  # The weights of a checkpoint without an index.

@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo.common import Problems
+from grpo.output.best import adapter_fault
+from grpo.output.durable import file_sha256, read_json
+from grpo.output.folder import RunState
+from grpo.output.layout import ADAPTER
 from grpo.plan import targets
 from grpo.plan.hub import ModelConfig
 from grpo.plan.targets import expected_shapes, target_matrices
-from grpo.run.best import adapter_fault
-from grpo.run.durable import file_sha256, read_json
-from grpo.run.folder import RunState
-from grpo.run.layout import ADAPTER
-from grpo.settings import Problems, Settings, show
+from grpo.settings.parsing import show
+from grpo.settings.table import Settings
 
 CONFIG = "adapter_config.json"
 NAME_AN_ADAPTER = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"

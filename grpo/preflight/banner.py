@@ -3,13 +3,14 @@
 
 from collections.abc import Iterator
 
+from grpo.output.logs import banner_text
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan
 from grpo.plan.targets import target_lines
 from grpo.preflight.resolve import ResolvedRun
-from grpo.run.logs import banner_text
-from grpo.run.ranks import Ranks
-from grpo.settings import FIELDS, show
+from grpo.process.ranks import Ranks
+from grpo.settings.parsing import show
+from grpo.settings.table import FIELDS
 
 
 def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:

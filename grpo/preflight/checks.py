@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo.common import Problems, nearest_hint
 from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.prompts import count_tokens
-from grpo.data.reward_checks import check_heldout, check_rewards, longest_answer_warning
-from grpo.data.scoring import is_by_action
+from grpo.output.folder import inspect_run, recorded_commit
+from grpo.output.layout import existing_parent
 from grpo.plan import hub, memory
-from grpo.plan.engine import LORA_RANKS
+from grpo.plan.engine_memory import LORA_RANKS
 from grpo.plan.hub import TINY_ACTIONS, ModelConfig, ModelFiles
 from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
 from grpo.plan.memory import PlanInputs, format_changes, host_shortfall, memory_shortfall, plan_memory
@@ -25,11 +26,11 @@ from grpo.preflight import choices
 from grpo.preflight.adapter import check_start_adapter
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, expected_reward_obstacles
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
-from grpo.run.folder import inspect_run, recorded_commit
-from grpo.run.layout import existing_parent
-from grpo.run.ranks import Ranks
-from grpo.settings import Problems, Settings, load_settings, nearest_hint, show, unknown_variables
-from grpo.settings_table import TASK_FILES
+from grpo.process.ranks import Ranks
+from grpo.reward.reward_checks import check_heldout, check_rewards, longest_answer_warning
+from grpo.reward.scoring import is_by_action
+from grpo.settings.parsing import load_settings, show, unknown_variables
+from grpo.settings.table import TASK_FILES, Settings
 from grpo.tasks.figure_text import object_at
 
 BLACKWELL = 10  # The compute capability of the first cards of this generation; those of the last are 12.x.
@@ -175,7 +176,9 @@ def check_memory(settings: Settings, inputs: PlanInputs, problems: Problems) -> 
     elif plan.weights > 4:
         fault = f"{machine.no_gpu}, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add(
-            "MODEL_ID", fault, "Run it where there is an NVIDIA GPU (docs/learner.md: Experts), or try MODEL_ID=tiny"
+            "MODEL_ID",
+            fault,
+            "Run it where there is an NVIDIA GPU (docs/memory.md), or try MODEL_ID=tiny",
         )
     elif plan.peak > machine.ram_share > 0:
         each = f" in each of {machine.here} processes" if fewer else ""

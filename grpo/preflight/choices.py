@@ -9,8 +9,7 @@ from grpo.data.files import Row
 from grpo.data.heldout import names_single_file
 from grpo.plan.machine import FLASH_PACKAGES
 from grpo.plan.targets import expert_words
-from grpo.settings import Settings
-from grpo.settings_table import TASK_FILES
+from grpo.settings.table import TASK_FILES, Settings
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
 MOST_EXACT = 10_000_000  # Parameters of the largest model for which exact evaluation is faster than sampling.

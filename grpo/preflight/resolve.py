@@ -7,20 +7,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from grpo.common import Problems
 from grpo.data.files import Row
 from grpo.data.heldout import read_split
 from grpo.data.prompts import render_rows
-from grpo.data.scoring import is_by_action, reward_specs
+from grpo.output.folder import RunState
+from grpo.output.layout import run_folder
 from grpo.plan import hub
 from grpo.plan.hub import DraftModel, ModelConfig, ModelFiles
 from grpo.plan.machine import TESTED, TESTED_VLLM, Machine, installed_versions, read_machine
 from grpo.plan.memory import KEPT_SHARE, LEAST_KEPT_TOKENS, Plan, PlanInputs, micro_batch_tokens, plan_memory
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
-from grpo.run.folder import RunState
-from grpo.run.layout import run_folder
-from grpo.run.ranks import Ranks
-from grpo.settings import Problems, Settings, show
+from grpo.process.ranks import Ranks
+from grpo.reward.scoring import is_by_action, reward_specs
+from grpo.settings.parsing import show
+from grpo.settings.table import Settings
 from grpo.tasks.simulator import SimulationPlan, load_simulator
 
 # DIRECT_ANSWERS takes each prompt once, chooses one token, and generates nothing: these replace the run's settings.

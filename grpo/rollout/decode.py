@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Module
 from transformers import AttentionInterface, DynamicCache, GenerationConfig, PreTrainedModel
 
+from grpo.common import log
 from grpo.model.attention import using_attention
-from grpo.settings import log
 
 DECODING_ATTENTION = "decoding"  # The name of `decoding_attention` in transformers.
 

@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from grpo.common import log
+from grpo.output.durable import read_json, scratch_folder
 from grpo.phases import LINE_S, Phase
-from grpo.plan.engine import BATCHED_TOKENS, DRAFT_TOKENS, EnginePlan, vllm_rank
+from grpo.plan.engine_memory import BATCHED_TOKENS, DRAFT_TOKENS, EnginePlan, vllm_rank
 from grpo.plan.hub import has_mxfp4
 from grpo.plan.machine import GIB
 from grpo.plan.targets import expert_words
+from grpo.process.ending import RunFailure
 from grpo.rollout.paged_weights import PagedWeights
 from grpo.rollout.shared_weights import share_weights
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
 from grpo.rollout.weight_sync import sync_merged_weights, write_adapter
-from grpo.run.durable import read_json, scratch_folder
-from grpo.run.ending import RunFailure
-from grpo.settings import Settings, log
+from grpo.settings.table import Settings
 
 TokenRows = Sequence[Sequence[int]]  # token ids
 Generated = tuple[list[list[int]], list[list[float | None]]]  # token ids of completions, the log-prob of each token

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from peft import PeftModel
 
+from grpo.common import log
 from grpo.model.attention import KERNELS, hidden_states, unwrap_peft
 from grpo.model.expert_lora import update_norm, weight_norm
 from grpo.model.load import evaluating
 from grpo.model.packing import pack_batch
+from grpo.output.logs import banner_text
 from grpo.phases import Phase
+from grpo.process.ending import RunFailure
 from grpo.rollout.engine import Engine, TokenRows
 from grpo.rollout.weight_sync import lora_layers
-from grpo.run.ending import RunFailure
-from grpo.run.logs import banner_text
-from grpo.settings import Settings, log
+from grpo.settings.table import Settings
 
 
 class ParityError(RunFailure):

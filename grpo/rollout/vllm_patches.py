@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import triton
 
-from grpo.plan.engine import SWIZZLED_AT_ONCE
-from grpo.settings import log
+from grpo.common import log
+from grpo.plan.engine_memory import SWIZZLED_AT_ONCE
 
 # TRL sets the same log level; with a lower one vLLM warns of every kernel that a rollout compiles (vllm/envs.py).
 VLLM_SWITCHES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.nn import Module
 
 from grpo.model.expert_lora import stored_factors
-from grpo.run.layout import ADAPTER
+from grpo.output.layout import ADAPTER
 
 
 def lora_layers(policy: Module) -> dict[str, Module]:

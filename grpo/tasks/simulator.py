@@ -2,7 +2,7 @@
 """The interface between the simulator of a task and the rest of the project.
 
 A task is a folder grpo/tasks/NAME, chosen by TASK=NAME. Its task.json holds (docs/tasks.md):
-- `defaults`: values of settings, which replace the defaults of grpo/settings_table.py;
+- `defaults`: values of settings, which replace the defaults of grpo/settings/table.py;
 - `heldout`: training files that come with the project, and for each the EVAL_DATA that belongs to it;
 - `profiles`: held-out files that come with the project, and for each the EVAL_PROFILE that belongs to it;
 - `best_by` and `figures`: columns of metrics.csv that its simulator measures. With BEST_BY=`best_by` the adapter with
@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from grpo.common import Problems
 from grpo.data.files import Row
-from grpo.settings import Problems, Settings
+from grpo.settings.table import Settings
 from grpo.tasks.verdict import Comparison
 
 if TYPE_CHECKING:  # a check that names missing packages must run without numpy

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import rewards
+from grpo.common import Problems
 from grpo.data.files import Row, label
 from grpo.data.heldout import read_split
 from grpo.data.prompts import TEMPLATE_COLUMNS, answer_of
-from grpo.data.reward_checks import check_heldout, check_rewards
+from grpo.output.durable import read_json, whole_file, write_text
+from grpo.output.layout import check_output_dir
 from grpo.plan.hub import REAL_MODEL, has_mxfp4, is_no_hub_id
 from grpo.preflight.choices import choose_demo, choose_rewards
-from grpo.run.durable import read_json, whole_file, write_text
-from grpo.run.layout import check_output_dir
-from grpo.settings import FIELDS, Problems, load_settings
+from grpo.reward.reward_checks import check_heldout, check_rewards
+from grpo.settings.parsing import load_settings
+from grpo.settings.table import FIELDS
 
 # The settings of train_grpo.py that apply to verl too. verl's own options are in scripts/verl/*.yaml.
 SHARED = {"MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "EVAL_SHARE", "SYSTEM_PROMPT", "REWARDS"}

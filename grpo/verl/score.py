@@ -12,9 +12,17 @@ from typing import Any
 
 from grpo.data.files import HARMONY_TOKEN, Row, column_names
 from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
-from grpo.data.scoring import Reward, initial_trainer_state, load_rewards, read_completion, reward_titles, score, total
-from grpo.run.durable import read_json
-from grpo.settings import Settings
+from grpo.output.durable import read_json
+from grpo.reward.scoring import (
+    Reward,
+    initial_trainer_state,
+    load_rewards,
+    read_completion,
+    reward_titles,
+    score,
+    total,
+)
+from grpo.settings.table import Settings
 
 # verl scores in threads. A user's function may be async or change the current folder, so only one thread may score.
 SCORING_LOCK = threading.Lock()

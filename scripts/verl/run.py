@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from grpo.common import ROOT, InputError, in_range
 from grpo.plan.machine import installed_versions, read_machine
-from grpo.run.child import run_child
-from grpo.run.ending import run_script
-from grpo.settings import ROOT, InputError, in_range
+from grpo.process.child import run_child
+from grpo.process.ending import run_script
 from grpo.verl.rows import read_input, write_data
 
 VERSION = "0.9.1"

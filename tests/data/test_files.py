@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trl
-from conftest import RENDERED, write_csv
+from helpers import RENDERED, write_csv
 from machines import only
 from test_formats import load
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from grpo.common import Problems
 from grpo.data import files
 from grpo.data.files import MOST_PROBLEMS, Row, read_rows, reward_columns
 from grpo.data.prompts import answer_of, compile_template, count_tokens, prompt_order, render, render_rows
-from grpo.settings import Problems, Settings
+from grpo.settings.table import Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 GOOD = [RENDERED.format("a"), "0.25", "0.75"]

@@ -10,14 +10,14 @@ from unittest import mock
 import datasets
 import pandas
 import pytest
-from conftest import RENDERED
+from helpers import RENDERED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import only
 
+from grpo.common import Problems
 from grpo.data.files import label, read_file, read_rows
 from grpo.data.formats import is_dataset
-from grpo.settings import Problems
 
 ROWS = [
     {"user": "Go", "reward_action_0": 0, "reward_action_1": 0.5, "note": "a,b", "q_action_0": -1, "q_action_1": -0.5},

@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from conftest import write_csv
+from helpers import write_csv
 
+from grpo.common import Problems
 from grpo.data.files import Row
 from grpo.data.heldout import LEAST_GROUPS, MOST_HELD_OUT, date_of, group_of, hold_out, read_split
-from grpo.settings import Problems, Settings
+from grpo.settings.table import Settings
 
 
 def question(text, **columns):

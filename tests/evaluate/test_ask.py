@@ -9,13 +9,13 @@ import shutil
 import ask
 import pytest
 import torch
-from conftest import QUESTION, ROOT, SYSTEM, read_csv, write_csv
+from helpers import QUESTION, ROOT, SYSTEM, read_csv, write_csv
 from safetensors.torch import load_file, save_file
 
-from grpo.evaluate.adapter import note_best
-from grpo.run.durable import file_sha256, write_sealed
-from grpo.run.folder import ADAPTER
-from grpo.settings import InputError
+from grpo.common import InputError
+from grpo.evaluate.saved_adapter import note_best
+from grpo.output.durable import file_sha256, write_sealed
+from grpo.output.folder import ADAPTER
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def answers_of(capsys, adapter, questions, *options):
 
 def test_one_prompt(adapter, capsys, monkeypatch):
     """Where the run kept a better adapter, it is named beside the answer."""
-    monkeypatch.setattr("grpo.evaluate.adapter.read_best", lambda folder: {"in_words": "step 5 is the best"})
+    monkeypatch.setattr("grpo.evaluate.saved_adapter.read_best", lambda folder: {"in_words": "step 5 is the best"})
     questions = [str(adapter), QUESTION, *SYSTEM]
     assert ask.main([*questions, "--base"]) == 0
     completion, action = capsys.readouterr().out.splitlines()
@@ -56,7 +56,7 @@ STRANGE = "\x1b]0;owned\x07\x9b31m\u202e[0]\n\tso"
 def test_a_strangers_answers_do_not_reach_the_terminal_as_commands(adapter, capsys, monkeypatch, tmp_path):
     """Neither as an answer, nor in a table on a terminal, nor in the note on best/; a file gets what was answered."""
     monkeypatch.setattr(ask, "ask", lambda options: [{"completion": STRANGE}])
-    monkeypatch.setattr("grpo.evaluate.adapter.read_best", lambda folder: {"in_words": STRANGE})
+    monkeypatch.setattr("grpo.evaluate.saved_adapter.read_best", lambda folder: {"in_words": STRANGE})
     assert ask.main([str(adapter), QUESTION]) == 0
     printed = capsys.readouterr()
     assert printed.out == "\ufffd]0;owned\ufffd\ufffd31m\ufffd[0]\n\tso\n" and "\x1b" not in printed.err

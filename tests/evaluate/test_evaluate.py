@@ -12,19 +12,21 @@ from unittest import mock
 import evaluate as ev
 import pytest
 from closed_loop_schema import check_schema
-from conftest import RENDERED, ROOT, run_script, write_csv
+from helpers import RENDERED, ROOT, run_script, write_csv
 from machines import H100
 from safetensors.torch import load_file, save_file
 from stub_vllm import stub_engine
 
 import train_grpo
-from grpo.evaluate.adapter import recorded_settings
+from grpo.common import Problems
 from grpo.evaluate.models import VllmModel
 from grpo.evaluate.progress import Progress
+from grpo.evaluate.saved_adapter import recorded_settings
+from grpo.output.durable import sealed
 from grpo.plan.hub import find_model, read_json
 from grpo.rollout.engine import EngineError
-from grpo.run.durable import sealed
-from grpo.settings import Problems, Settings, load_settings
+from grpo.settings.parsing import load_settings
+from grpo.settings.table import Settings
 from grpo.tasks.tes.record import MODEL_POLICIES
 from grpo.tasks.tes.simulator import SIMULATOR, make_plan
 

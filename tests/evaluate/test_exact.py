@@ -10,16 +10,16 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import RENDERED
 from engines import set_adapter
+from helpers import RENDERED
 from trainers import make, plain_float32
 
 from grpo.data.prompts import sampling_seed
 from grpo.evaluate.exact import ANSWER_TEXT, answer_probabilities
-from grpo.evaluate.heldout import expectation, measure_rewards, trainer_evaluation
+from grpo.evaluate.heldout_reward import expectation, measure_rewards, trainer_evaluation
 from grpo.evaluate.models import TrainedModel, TransformersModel, VllmModel
-from grpo.run.durable import write_sealed
-from grpo.settings import Settings
+from grpo.output.durable import write_sealed
+from grpo.settings.table import Settings
 
 PROMPTS = [
     RENDERED.format(text) for text in ("hour 8 store 50 load 30", "hour 17 store 9 load 30 co2 41", "hour 8 store 7")

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from grpo.evaluate.export import export
 from grpo.model.checkpoint import expected_tensors, write_tensors
+from grpo.output.folder import ADAPTER
 from grpo.plan.hub import read_json
 from grpo.plan.targets import LINEAR_MODULES, expected_shapes
 from grpo.plan.tensors import WEIGHTS_INDEX
-from grpo.run.folder import ADAPTER
 
 RANK, SCALE = 4, 1.5
 

@@ -7,16 +7,17 @@ import shutil
 
 import pytest
 from ask import parse_args
-from conftest import QUESTION, RENDERED
+from helpers import QUESTION, RENDERED
 from machines import CPU, H100, only
 
-from grpo.evaluate.adapter import check_model, load_run_settings
+from grpo.common import InputError, Problems
 from grpo.evaluate.ask import serve_commands
 from grpo.evaluate.by_hand import choose_engine
 from grpo.evaluate.models import settings_alone, start_model
+from grpo.evaluate.saved_adapter import check_model, load_run_settings
 from grpo.model.experts import quantized_experts
 from grpo.plan.hub import REAL_CONFIG, find_model
-from grpo.settings import InputError, Problems, Settings
+from grpo.settings.table import Settings
 
 BF16 = REAL_CONFIG | {"quantization_config": None}
 

@@ -7,19 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import runs
-from conftest import ROOT, read_csv, run_script
 from expert_models import load
+from helpers import ROOT, read_csv, run_script
 from peft import PeftModel
 from trainers import make
 from transformers.trainer_callback import TrainerCallback
 
 from grpo.data.files import Row
-from grpo.evaluate.heldout import HeldoutEvaluation
+from grpo.evaluate.heldout_reward import HeldoutEvaluation
 from grpo.evaluate.progress import Progress
+from grpo.output.best import loading_advice
+from grpo.output.folder import ADAPTER, BEST, RunState
 from grpo.plan.hub import read_json
-from grpo.run.best import loading_advice
-from grpo.run.folder import ADAPTER, BEST, RunState
-from grpo.settings import Settings
+from grpo.settings.table import Settings
 from grpo.tasks.simulator import SimulationPlan
 
 

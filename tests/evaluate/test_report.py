@@ -13,6 +13,7 @@ import report
 from run_folders import EVALUATION, GPU, metrics_row, plant_record, write_run
 
 import rewards
+from grpo.common import InputError, Problems
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_data
 from grpo.evaluate.page import write_report
@@ -20,9 +21,8 @@ from grpo.evaluate.pictures import CURVES
 from grpo.evaluate.report import choices_rows, facts
 from grpo.evaluate.run_data import read_examples, read_metrics, read_run
 from grpo.evaluate.tables import evaluation_table
-from grpo.run.best import describe_best, loading_advice, read_comparisons
-from grpo.run.logs import EVALUATED
-from grpo.settings import InputError, Problems
+from grpo.output.best import describe_best, loading_advice, read_comparisons
+from grpo.output.logs import EVALUATED
 from grpo.tasks.verdict import BASE, Comparison, verdict
 
 

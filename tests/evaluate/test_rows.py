@@ -14,19 +14,19 @@ from types import SimpleNamespace
 
 import evaluate as ev
 import pytest
-from conftest import ROOT, read_csv, run_script, write_csv
+from helpers import ROOT, read_csv, run_script, write_csv
 from machines import H100
 from stub_vllm import stub_engine
 
 import rewards
+from grpo.common import InputError, Problems
 from grpo.data import files
 from grpo.data.files import data_fingerprint
 from grpo.data.heldout import date_of, hold_out
-from grpo.data.scoring import RewardError
 from grpo.evaluate import by_hand
-from grpo.evaluate.heldout import HeldoutEvaluation, are_figures
-from grpo.run.durable import read_json, read_sealed
-from grpo.settings import InputError, Problems
+from grpo.evaluate.heldout_reward import HeldoutEvaluation, are_figures
+from grpo.output.durable import read_json, read_sealed
+from grpo.reward.scoring import RewardError
 
 HEADER = ["date", "question", "reward_action_0", "reward_action_1"]
 DAYS = 2  # of the thirty, by the hash of each

@@ -3,10 +3,11 @@
 
 import torch
 
+from grpo.common import Problems
 from grpo.evaluate.models import TransformersModel
 from grpo.evaluate.tables import answers_by_action
 from grpo.plan.hub import find_model
-from grpo.settings import Problems, Settings
+from grpo.settings.table import Settings
 
 
 def test_evaluations_sample_from_all_tokens():

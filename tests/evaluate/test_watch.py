@@ -11,13 +11,13 @@ from unittest import mock
 
 import pytest
 import watch
-from conftest import ROOT
+from helpers import ROOT
 from run_folders import GPU, metrics_row, write_checkpoint, write_run
 
-from grpo.run.folder import COMPLETE
-from grpo.run.layout import lock_run
-from grpo.run.logs import banner_text
-from grpo.settings import InputError
+from grpo.common import InputError
+from grpo.output.folder import COMPLETE
+from grpo.output.layout import lock_run
+from grpo.output.logs import banner_text
 
 
 def text_of(folder: Path) -> str:

@@ -11,10 +11,10 @@ from trainers import apart, gradient_of, moved_by_training
 
 from grpo.data.prompts import open_answer
 from grpo.learn import learner
-from grpo.learn.expected_reward import action_tokens
 from grpo.model.attention import unwrap_peft
+from grpo.reward.lookup import action_tokens
 from grpo.rollout import direct
-from grpo.settings import FIELDS
+from grpo.settings.table import FIELDS
 
 pytestmark = pytest.mark.numeric
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import read_csv
+from helpers import read_csv
 from ranked import in_ranks
 from test_steps import reward
 from trainers import LOSSES, make, moved_by_training, plain_float32, seed_weights, step_of
@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 
 from grpo.data.prompts import sampling_seed
 from grpo.learn.distributed import RESUME_FILES, ROLLOUT, adapter_parameters, adopt_rank0_state, sync_stop_signal
-from grpo.run.logs import METRICS
+from grpo.output.logs import METRICS
 
 PROMPTS, GROUP, STEPS = 5, 3, 2  # 3 and 2 prompts for two processes; 2, 1, 1 and 1 for four
 TIMES = {"time", "rollout_tokens_per_s", *(name for name in METRICS if name.endswith("_s"))}

@@ -9,23 +9,17 @@ import pytest
 import test_losses
 import torch
 import trainers
-from conftest import RENDERED, read_csv
+from helpers import RENDERED, read_csv
 from ranked import in_ranks
 from trainers import apart, loss_and_gradients, make, moved_by_training, plain_float32, plain_trl, policy_logps, uniform
 
 from grpo.data.files import Row
-from grpo.data.scoring import Completion, initial_trainer_state, load_rewards
-from grpo.learn.answer_rewards import RewardLookup
-from grpo.learn.expected_reward import (
-    AnswerRewards,
-    StepRewards,
-    action_tokens,
-    expected_rewards,
-    mean_and_scale,
-    token_advantages,
-)
+from grpo.learn.expected_reward import StepRewards, expected_rewards, mean_and_scale, token_advantages
 from grpo.model.load import load_tokenizer
-from grpo.settings import FIELDS, load_settings
+from grpo.reward.lookup import AnswerRewards, RewardLookup, action_tokens
+from grpo.reward.scoring import Completion, initial_trainer_state, load_rewards
+from grpo.settings.parsing import load_settings
+from grpo.settings.table import FIELDS
 from rewards import assistant_turn, parse_action
 
 pytestmark = pytest.mark.numeric

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import read_csv
+from helpers import read_csv
 from ranked import in_ranks
 from test_distributed import TIMES, learned
 from test_expected_reward import MIXED, REWARDS, scored, step_gradient, trainer_with
@@ -18,9 +18,9 @@ from trainers import apart, batch, loss_and_gradients, make, plain_float32, poli
 from grpo.learn.distributed import ROLLOUT, flat_adapter
 from grpo.learn.learner import Learner
 from grpo.model.attention import unwrap_peft
-from grpo.run.checkpoints import checkpoint_fault
-from grpo.run.folder import cut_logs
-from grpo.run.layout import MANIFEST
+from grpo.output.checkpoints import checkpoint_fault
+from grpo.output.folder import cut_logs
+from grpo.output.layout import MANIFEST
 
 pytestmark = pytest.mark.numeric
 SHARED = {"STEPS_PER_GENERATION": 2, "NUM_ITERATIONS": 2}

@@ -11,17 +11,18 @@ from unittest.mock import Mock
 import pytest
 import sft
 import torch
-from conftest import CLEAN, RENDERED, ROOT, read_csv, run_python, run_script, write_csv
+from helpers import CLEAN, RENDERED, ROOT, read_csv, run_python, run_script, write_csv
 from machines import only
 from safetensors.torch import load_file
 
+from grpo.common import InputError
 from grpo.learn.finite import NotFinite
 from grpo.learn.sft import learn_answers, sft_options, tokenize_pairs
 from grpo.model.load import load_tokenizer
+from grpo.output.folder import ADAPTER
 from grpo.preflight.checks import preflight
 from grpo.preflight.sft import sft_preflight
-from grpo.run.folder import ADAPTER
-from grpo.settings import InputError, Settings
+from grpo.settings.table import Settings
 
 COMPACT = ROOT / "data" / "tes_heldout_compact.csv"
 ENVIRON = CLEAN | {"MODEL_ID": "tiny", "DATA": str(COMPACT), "SEED": "5", "TEMPERATURE": "1"}

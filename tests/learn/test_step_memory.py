@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import run_script
+from helpers import run_script
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainers import batch, loss_and_gradients, make, step_of

@@ -6,10 +6,10 @@ import contextlib
 import pytest
 from trainers import LOSSES, apart, make, plain_float32, plain_trl, seed_weights, step_of
 
-from grpo.data.scoring import Reward
 from grpo.learn.distributed import flat_adapter
 from grpo.learn.trainer import Trainer
-from grpo.settings import Settings
+from grpo.reward.scoring import Reward
+from grpo.settings.table import Settings
 
 pytestmark = pytest.mark.numeric
 

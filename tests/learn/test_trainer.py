@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import read_csv
+from helpers import read_csv
 from trainers import LOSSES, apart, batch, loss_and_gradients, make, plain_float32, policy_logps, score_completions
 
-from grpo.run.logs import FunctionLog
-from grpo.settings import FIELDS
+from grpo.output.logs import FunctionLog
+from grpo.settings.table import FIELDS
 
 pytestmark = pytest.mark.numeric
 

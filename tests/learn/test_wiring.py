@@ -5,9 +5,9 @@ by the checks before a run, in training and by TRL itself."""
 import json
 
 import pytest
-from conftest import CLEAN, RENDERED
 from datasets import Dataset
 from expert_models import load
+from helpers import CLEAN, RENDERED
 from machines import CPU
 from peft.tuners.lora import LoraLayer
 from trainers import build, make
@@ -17,7 +17,8 @@ from trl import GRPOConfig, GRPOTrainer
 from grpo.learn.options import GRPO_SETTINGS, TRAINING_SETTINGS
 from grpo.model.load import load_tokenizer
 from grpo.preflight.checks import preflight
-from grpo.settings import FIELDS, load_settings, parse_value
+from grpo.settings.parsing import load_settings, parse_value
+from grpo.settings.table import FIELDS
 
 
 def layers(trainer):

@@ -9,11 +9,11 @@ from expert_models import stock_model
 from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from grpo.common import InputError
 from grpo.model.checkpoint import new_directory
 from grpo.model.gptoss_format import GPT_OSS_20B
-from grpo.model.random_weights import MATRIX_GAIN, write_full
 from grpo.plan.hub import TINY_PATH
-from grpo.settings import InputError
+from scripts.dev.random_weights import MATRIX_GAIN, write_full
 
 SMALL = GPT_OSS_20B | {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4, "head_dim": 16,

@@ -15,7 +15,7 @@ from grpo.model import experts
 from grpo.model.expert_lora import ExpertAdapter, experts_wrapped, lora_factors, update_norm, weight_norm
 from grpo.plan.hub import read_json
 from grpo.plan.targets import expected_shapes
-from grpo.settings import Settings
+from grpo.settings.table import Settings
 
 pytestmark = pytest.mark.numeric
 IDS = torch.randint(500, (2, 30), generator=torch.Generator().manual_seed(3))

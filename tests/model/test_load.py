@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from grpo.model.experts import quantized_experts
 from grpo.model.load import choose_threads, load_adapter, load_base, load_quantized, load_tokenizer
 from grpo.plan.hub import read_json
-from grpo.run.ending import UnloadableModel
-from grpo.settings import Settings
+from grpo.process.ending import UnloadableModel
+from grpo.settings.table import Settings
 
 
 @pytest.fixture

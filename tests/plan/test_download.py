@@ -10,9 +10,9 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from machines import only
 
+from grpo.common import Problems
 from grpo.plan.hub import download_problem, fetch_weights, find_model
 from grpo.plan.tensors import listed_tensors
-from grpo.settings import Problems
 
 MODEL = "org/model"
 PARTS = ("model-1.safetensors", "model-2.safetensors")

@@ -6,10 +6,10 @@ import json
 import pytest
 from machines import only
 
+from grpo.common import Problems
 from grpo.plan.hub import REAL_CONFIG, DraftModel, find_draft, find_model
 from grpo.plan.machine import GIB
 from grpo.plan.tensors import tensor_names
-from grpo.settings import Problems
 
 
 @pytest.mark.parametrize("model_id", ["./nowhere", "nowhere", "a/b/c", ""])

@@ -6,11 +6,12 @@ import types
 
 import psutil
 import pytest
-from conftest import write_commands
+from helpers import write_commands
 from machines import GOOD_VERSIONS, only, package_problems
 
+from grpo.common import Problems
 from grpo.plan import machine
-from grpo.settings import Problems, Settings
+from grpo.settings.table import Settings
 
 
 def test_the_gpu_that_nvidia_smi_shows(monkeypatch, claimed_gpu):

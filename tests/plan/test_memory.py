@@ -7,8 +7,8 @@ import math
 import re
 
 import pytest
-from conftest import ROOT
 from expert_models import load
+from helpers import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from machines import CPU, H100, LARGE_CONFIG
@@ -16,10 +16,11 @@ from peft import LoraConfig, get_peft_model
 
 import train_grpo
 from grpo.plan import memory
-from grpo.plan.engine import capture_sizes
+from grpo.plan.engine_memory import capture_sizes
 from grpo.plan.hub import REAL_CONFIG, DraftModel, checkpoint_gib, read_json
 from grpo.plan.machine import GIB
-from grpo.settings import MAY_CHANGE, Settings, parse_value
+from grpo.settings.parsing import MAY_CHANGE, parse_value
+from grpo.settings.table import Settings
 
 BF16_CONFIG = REAL_CONFIG | {"quantization_config": None}
 FLASH = {"attention": "torch_flash", "packing": "prefix"}
@@ -50,8 +51,8 @@ def test_a_process_needs_2_gib_beside_what_its_engine_keeps_in_host_memory():
 
 
 def test_the_least_memory_is_what_the_documentation_says():
-    """docs/learner.md, to a tenth of a GiB."""
-    text = " ".join((ROOT / "docs/learner.md").read_text(encoding="utf-8").split())
+    """docs/memory.md, to a tenth of a GiB."""
+    text = " ".join((ROOT / "docs/memory.md").read_text(encoding="utf-8").split())
     figures = re.search(
         r"needs ([\d.]+) GiB of free memory with `shared` and ([\d.]+) with `paged`, completions of 512 tokens "
         r"([\d.]+) and ([\d.]+), and without vLLM, with `mxfp4`, ([\d.]+) and (\d+\.\d)\. ",

@@ -11,12 +11,13 @@ import pytest
 from damage import KINDS
 from machines import only, resolved_run
 
+from grpo.common import Problems
+from grpo.output.checkpoints import begin_checkpoint, finish_checkpoint
+from grpo.output.durable import file_sha256
+from grpo.output.folder import ADAPTER, RunState
 from grpo.plan.hub import REAL_CONFIG, read_json
 from grpo.preflight.adapter import check_start_adapter, read_start_adapter
-from grpo.run.checkpoints import begin_checkpoint, finish_checkpoint
-from grpo.run.durable import file_sha256
-from grpo.run.folder import ADAPTER, RunState
-from grpo.settings import Problems, load_settings
+from grpo.settings.parsing import load_settings
 
 
 def start(tiny, folder, model=None, **environ):

@@ -7,17 +7,17 @@ import dataclasses
 import os
 
 import pytest
-from conftest import CLEAN, write_csv
+from helpers import CLEAN, write_csv
 from machines import CPU, H100, only, plan_inputs
 from ranked import in_ranks
 from test_checks import memory_problems
 
+from grpo.output.folder import RunState
 from grpo.plan import hub
 from grpo.plan.memory import NCCL_GIB, plan_memory
 from grpo.preflight import checks, resolve
 from grpo.preflight.banner import banner, memory_lines
-from grpo.run.folder import RunState
-from grpo.settings import Settings
+from grpo.settings.table import Settings
 
 TWO, FOUR = (dataclasses.replace(H100, ranks=count, here=2) for count in (2, 4))
 

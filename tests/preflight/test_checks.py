@@ -11,16 +11,18 @@ import shutil
 import types
 
 import pytest
-from conftest import RENDERED, ROOT, run_script, write_csv
+from helpers import RENDERED, ROOT, run_script, write_csv
 from machines import CPU, H100, LARGE_CONFIG, only, plan_inputs, resolved_run
 
+from grpo.common import Problems
+from grpo.output.folder import RunState
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import plan_memory
 from grpo.preflight import banner, checks, resolve
 from grpo.preflight.choices import EXPERTS_REASONS
-from grpo.run.folder import RunState
-from grpo.run.ranks import Ranks
-from grpo.settings import FIELDS, Problems, Settings, load_settings
+from grpo.process.ranks import Ranks
+from grpo.settings.parsing import load_settings
+from grpo.settings.table import FIELDS, Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 TWO_GPUS = dataclasses.replace(H100, gpus=2)

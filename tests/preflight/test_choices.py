@@ -7,11 +7,12 @@ import dataclasses
 import math
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 
 from grpo.data.files import Row
 from grpo.preflight import choices
-from grpo.settings import Settings, load_settings
+from grpo.settings.parsing import load_settings
+from grpo.settings.table import Settings
 
 BARE = Row("old.csv", 1, (("user", "x"),), (0.5, 0.5), {})
 VALUED = dataclasses.replace(BARE, file="new.csv", q=(-1.0, -1.0))
@@ -89,7 +90,7 @@ def test_a_choice_says_why(choose, arguments, chosen, words):
 
 
 DEMO_PROFILE = "data/profile_heldout.csv"
-DEMO_ROWS, OWN = "data/tes_heldout_compact.csv", "tests/run/fixtures/rows.csv"
+DEMO_ROWS, OWN = "data/tes_heldout_compact.csv", "tests/process/fixtures/rows.csv"
 DEMOS = [  # Variables, and the EVAL_DATA and EVAL_PROFILE that they come to.
     ({}, ("data/tes_heldout.csv", DEMO_PROFILE)),
     ({"DATA": "data/tes_train_compact.csv", "EVAL_DATA": DEMO_ROWS}, (DEMO_ROWS, DEMO_PROFILE)),

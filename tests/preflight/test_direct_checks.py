@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from conftest import RENDERED, ROOT, write_csv
+from helpers import RENDERED, ROOT, write_csv
 from machines import CPU, H100, only, resolved_run
 
 from grpo.data.files import Row
@@ -14,7 +14,7 @@ from grpo.data.prompts import ANSWER_BEFORE, answer_of, open_answer
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.preflight.banner import banner
-from grpo.settings import Settings
+from grpo.settings.table import Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 START = "<|start|>assistant"

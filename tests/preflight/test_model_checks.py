@@ -9,16 +9,17 @@ import json
 import shutil
 
 import pytest
-from conftest import ROOT, run_script
+from helpers import ROOT, run_script
 from hub_server import files_in
 from machines import CPU, H100, only, plan_inputs, resolved_run
 
-from grpo.evaluate.adapter import check_model, commit_of_run, load_run_settings
+from grpo.common import Problems
+from grpo.evaluate.saved_adapter import check_model, commit_of_run, load_run_settings
+from grpo.output.folder import prepare_run
 from grpo.plan.hub import REAL_CONFIG
 from grpo.preflight import checks
 from grpo.preflight.banner import banner
-from grpo.run.folder import prepare_run
-from grpo.settings import Problems, Settings
+from grpo.settings.table import Settings
 
 BF16 = {name: value for name, value in REAL_CONFIG.items() if name != "quantization_config"}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Beside a draft model samples and log-probs stay the model's: vLLM's own rejection sampler in Triton's interpreter."""
 
-from conftest import ROOT
+from helpers import ROOT
 from interpreter import cached_source, interpreted
 
 REJECTION = """

@@ -10,18 +10,18 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import triton
-from conftest import read_csv
 from engines import prompts_of, set_adapter
+from helpers import read_csv
 from machines import H100
 
 from grpo.evaluate.models import TrainedModel
-from grpo.plan.engine import EnginePlan, capture_sizes
+from grpo.plan.engine_memory import EnginePlan, capture_sizes
 from grpo.plan.hub import REAL_CONFIG, TINY_PATH
 from grpo.plan.machine import GIB
 from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.rollout.engine import EngineError, chosen_backends, engine_arguments, gpu_used_gib, start_engine
 from grpo.rollout.vllm_patches import close_process_group
-from grpo.settings import Settings
+from grpo.settings.table import Settings
 
 # What `chosen_backends` reads of vLLM's GptOssForCausalLM.
 ATTENTION = SimpleNamespace(

@@ -20,16 +20,17 @@ from stub_vllm import SYNCS
 from transformers import GptOssConfig, modeling_rope_utils
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from grpo.common import ROOT
 from grpo.evaluate.ask import serve_commands
 from grpo.model.experts import GATE_ALPHA, GATE_LIMIT
-from grpo.plan.engine import LORA_RANKS
+from grpo.plan.engine_memory import LORA_RANKS
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.plan.vllm_model import FIXED_VALUES, ROPE_READ, VLLM_ROPE, VLLM_VALUES
 from grpo.preflight.choices import VLLM_COLDEST
 from grpo.rollout.engine import Engine, engine_arguments
 from grpo.rollout.vllm_patches import VLLM_SWITCHES
-from grpo.settings import ROOT, Settings
+from grpo.settings.table import Settings
 
 
 @functools.cache

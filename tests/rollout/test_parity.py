@@ -24,7 +24,7 @@ from grpo.rollout.parity import (
     check_mismatch,
     sampled_kl,
 )
-from grpo.settings import Settings
+from grpo.settings.table import Settings
 
 MOMENTS = (BASE, "before the first step", "after a sleep")
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from grpo.model.expert_lora import experts_wrapped
 from grpo.preflight.adapter import lora_options
-from grpo.settings import Settings
+from grpo.settings.table import Settings
 
 pytestmark = pytest.mark.numeric
 

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from closed_loop_schema import check_schema
-from conftest import ROOT
+from helpers import ROOT
 from test_tes_plant import hour_by_hand
 
+from grpo.common import Problems
 from grpo.data.files import read_file
 from grpo.data.prompts import render, render_rows
 from grpo.plan.hub import find_model
-from grpo.settings import Problems, Settings
+from grpo.settings.table import Settings
 from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.closed_loop import RULES, closed_loop

@@ -7,7 +7,7 @@ import json
 import shutil
 
 import pytest
-from conftest import ROOT, read_csv, run_python, write_csv
+from helpers import ROOT, read_csv, run_python, write_csv
 
 FIGURE = {"title": "Distance", "unit": "steps", "meaning": "How far from ten.", "words": "distance of {:.1f}"}
 TASK = {

@@ -10,10 +10,10 @@ from pathlib import Path
 import make_dataset as md
 import numpy as np
 import pytest
-from conftest import ROOT, read_csv
+from helpers import ROOT, read_csv
 from test_tes_profiles import GOOD, JAPANESE, as_csv, profile_rows
 
-from grpo.settings import InputError
+from grpo.common import InputError
 from grpo.tasks.tes.dataset import SEED, profile_files, short_hours, synthetic_windows
 from grpo.tasks.tes.plant import HOURS, PLANT, q_values
 from grpo.tasks.tes.profiles import TRAIN_START, Window, synthetic_profile

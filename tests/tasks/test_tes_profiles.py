@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.settings import InputError
+from grpo.common import InputError
 from grpo.tasks.tes.plant import HOURS
 from grpo.tasks.tes.profiles import Profile, cut_windows, read_profile, synthetic_profile
 

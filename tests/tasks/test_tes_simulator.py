@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from run_folders import plant_record
 
+from grpo.common import Problems
 from grpo.data.files import read_file
-from grpo.settings import Problems, Settings
+from grpo.settings.table import Settings
 from grpo.tasks.tes.simulator import SIMULATOR, skip_reason
 
 PROFILE = "data/profile_heldout.csv"

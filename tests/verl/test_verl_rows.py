@@ -7,13 +7,13 @@ import random
 import sys
 
 import pytest
-from conftest import RENDERED, write_csv
+from helpers import RENDERED, write_csv
 from machines import only
 from pyarrow import parquet
 
 from grpo.data.files import HARMONY_TOKEN, column_names
-from grpo.data.scoring import initial_trainer_state, load_rewards, read_completion, score, total
-from grpo.settings import Settings
+from grpo.reward.scoring import initial_trainer_state, load_rewards, read_completion, score, total
+from grpo.settings.table import Settings
 from grpo.verl.rows import read_input, write_data
 from grpo.verl.score import compute_score
 

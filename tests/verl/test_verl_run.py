@@ -14,12 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import CLEAN, ROOT
+from helpers import CLEAN, ROOT
 from pyarrow import parquet
 
+from grpo.common import InputError
 from grpo.model.load import load_tokenizer
 from grpo.plan.hub import TINY_PATH
-from grpo.settings import InputError
 from grpo.verl.answers import Answers, prompt_and_answer
 from grpo.verl.rows import read_input, write_data
 

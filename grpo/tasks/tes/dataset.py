@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo.settings import ROOT, InputError
+from grpo.common import ROOT, InputError
 from grpo.tasks.tes import profiles as tes_profiles
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, PLANT, START_KWH, best_action, q_values, softmax, step
 from grpo.tasks.tes.profiles import HELDOUT_START, TRAIN_START, Profile, Window, cut_windows

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from grpo.settings import InputError
+from grpo.common import InputError
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Solution, solve, terminal_price
 
 TRAIN_START, HELDOUT_START = date(2025, 4, 7), date(2025, 9, 1)  # Mondays; a window starts on every Monday

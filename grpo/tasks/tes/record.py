@@ -10,7 +10,7 @@ import numpy as np
 
 import rewards
 from grpo.phases import ROWS_S, Phase
-from grpo.settings import Settings
+from grpo.settings.table import Settings
 from grpo.tasks.figure_text import finite_number
 from grpo.tasks.simulator import GREEDY, Record, SimulationPlan
 from grpo.tasks.tes import closed_loop as loop

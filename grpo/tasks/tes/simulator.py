@@ -8,9 +8,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from grpo.common import InputError, Problems
 from grpo.data.files import Row, find_files, read_rows
 from grpo.data.prompts import open_answer, render
-from grpo.settings import InputError, Problems, Settings
+from grpo.settings.table import Settings
 from grpo.tasks.figure_text import finite_number, object_at, table_lines, with_interval
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record

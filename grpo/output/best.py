@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best adapter of the steps that were evaluated, in OUTPUT_DIR/best."""
+
+import contextlib
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from grpo.output.checkpoints import CUT_OFF
+from grpo.output.durable import Record, file_sha256, read_sealed, sync, sync_files, write_sealed
+from grpo.output.layout import ADAPTER, BEST, COMPLETE, MANIFEST, unused_path
+from grpo.settings.table import TASK_FILES
+from grpo.tasks.verdict import BASE, Comparison, obstacle, verdict
+
+# BEST_BY -> the column of metrics.csv that decides, a simulator's first figure in task.json; the phrase for its value.
+FIGURES, WORDS = {"reward": "heldout_reward"}, {"reward": "held-out reward of {:.3f}"}
+for task in TASK_FILES.values():
+    if best_by := task.get("best_by"):
+        FIGURES[best_by], figure = next(iter(task["figures"].items()))
+        WORDS[best_by] = figure["words"]
+
+
+def is_better(best_by: str, value: float, other: float) -> bool:
+    """Whether `value` of BEST_BY's figure is better than `other`: a reward should be high, a simulator's figure low."""
+    return value > other if best_by == "reward" else value < other
+
+
+def adapter_fault(folder: Path) -> str | None:
+    """Why the adapter in `folder` is not the one that was written there, by the checksum in the record of best/, of a
+    complete run, or of a checkpoint; None if it is, or if there is no checksum. Only the weights are compared, because
+    a run's zip has other paths in adapter_config.json and no optimizer states."""
+    for name in ("best.json", COMPLETE, MANIFEST):
+        try:
+            record = read_sealed(folder / name)
+            if name == MANIFEST and not record:
+                return CUT_OFF
+            expected = record.get("adapter_sha256") or dict(record.get("files") or {}).get(ADAPTER)
+        except FileNotFoundError:
+            continue
+        except (OSError, TypeError, ValueError) as error:
+            return f"{name} cannot be read ({error})"
+        try:
+            if expected not in (None, file_sha256(folder / ADAPTER)):
+                return f"{ADAPTER} is damaged"
+        except OSError as error:
+            return f"{ADAPTER} cannot be read ({error.strerror})"
+    return None
+
+
+def read_best(folder: Path) -> Record:
+    """best.json of the run in `folder`; empty where there is none, or where it or its adapter is damaged."""
+    with contextlib.suppress(FileNotFoundError):
+        return {} if adapter_fault(folder / BEST) else read_sealed(folder / BEST / "best.json")
+    return {}
+
+
+def is_whole(record: Record) -> bool:
+    """Whether a best.json has all that the choice of the best adapter reads: the file may have been edited."""
+    if not record.keys() >= {"by", "measured", "evaluated", "step", "value"}:
+        return False
+    return math.isfinite(record["value"]) and all("step" in row for row in record["evaluated"])
+
+
+def keep_best(
+    folder: Path,
+    best_by: str,
+    base: Mapping[str, float],
+    measured: Record,
+    values: Mapping[str, float],
+    save: Callable[[Path, Record], None],
+    comparisons: Sequence[Comparison] = (),
+) -> Record:
+    """Adds an evaluated step to best.json, and puts its adapter into best/ if it is the best so far. Returns the record
+    in best.json, or an empty one if the figure that `best_by` names was not measured.
+
+    `values`: `step` and the columns measured after that step; `base`: those of the base model; `measured`: the
+    conditions of the measurement, and if a resumed run changes them, the choice begins again; `save` writes the adapter
+    and its card into a new folder; `comparisons`: the step's adapter against other policies, by the same figure."""
+    column = FIGURES[best_by]
+    if values.get(column) is None or base.get(column) is None:
+        return {}
+    record = read_best(folder)
+    if not is_whole(record) or (record["by"], record["measured"]) != (best_by, measured):
+        record = {"by": best_by, "figure": column, "base": dict(base), "measured": measured, "evaluated": []}
+    steps = {row["step"]: row for row in record["evaluated"]} | {values["step"]: dict(values)}
+    record["evaluated"] = [steps[step] for step in sorted(steps)]
+    if "step" not in record or is_better(best_by, values[column], record["value"]):
+        record |= {"step": values["step"], "value": values[column], "base_value": base[column]}
+        record["better_than_base"] = is_better(best_by, values[column], base[column])
+        record["comparisons"] = [asdict(comparison) for comparison in comparisons]
+        record["in_words"] = describe_best(record)
+        replace_best(folder, lambda new: save(new, record), record)
+    else:
+        write_sealed(folder / BEST / "best.json", record)
+    return record
+
+
+def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> None:
+    """Replaces best/ by a new one. At every moment one of the two is whole, and `recover_best` finds it."""
+    best, new, old = (folder / (BEST + suffix) for suffix in ("", ".tmp", ".old"))
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        new.mkdir()
+        save(new)
+        sync_files(new)  # A power cut after the old folder is gone must not find empty files in the new one.
+        record["adapter_sha256"] = file_sha256(new / ADAPTER)
+        write_sealed(new / "best.json", record)  # Written last: a folder with it is whole.
+    except Exception:  # The disk may be full: the unfinished folder would only take room.
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if best.exists():
+        best.rename(old)
+    new.rename(best)
+    sync(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover_best(folder: Path) -> None:
+    """Repairs best/ after a kill inside `replace_best`: takes the new folder if it is whole, else the old one. A
+    damaged best/ is renamed to `superseded-best`."""
+    best, new, old = (folder / (BEST + suffix) for suffix in ("", ".tmp", ".old"))
+    if not best.exists() and (whole := next((path for path in (new, old) if (path / "best.json").is_file()), None)):
+        whole.rename(best)
+    if adapter_fault(best):
+        best.rename(unused_path(folder, f"superseded-{BEST}"))
+    for path in (new, old):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_comparisons(record: Record) -> list[Comparison]:
+    """The comparisons of the best adapter; none in the record of an earlier version."""
+    return [Comparison(**comparison) for comparison in record.get("comparisons", [])]
+
+
+def describe_best(record: Record) -> str:
+    """A clause that says from which step best/ comes, and whether it beats the base model and other policies."""
+    value, base_value = (WORDS[record["by"]].format(record[name]) for name in ("value", "base_value"))
+    step = f"step {record['step']} is the best of the evaluated ones, with a {value}"
+    if not record["better_than_base"]:
+        return f"{step}, but NOT BETTER than the base model without any adapter ({base_value})"
+    clause = verdict(read_comparisons(record), "it")
+    return f"{step} (base model: {base_value}){clause and ': '}{clause}"
+
+
+def objection(record: Record) -> str:
+    """Why the adapter in best/ is not one to load, in words that follow `No adapter`; empty if it is."""
+    return obstacle(read_comparisons(record)) if record.get("better_than_base", True) else f"beats {BASE}"
+
+
+def loading_advice(record: Record, last_step: int | None) -> str:
+    """A paragraph on which adapter to load, for the run's model card and its report: that in best/, or that of
+    `last_step` beside it; None if there is none beside it."""
+    if "in_words" not in record:
+        unknown = "nothing was measured on held-out rows, so whether it beats the base model is not known"
+        return f"**Load the last step's adapter, in the run's folder**: {unknown}.\n"
+    if reason := objection(record):
+        return f"**No adapter {reason}**: {record['in_words']}. It is in `best/`.\n"
+    flatters = "The same held-out data chose it, so its figure flatters."
+    last = "" if last_step is None else f" The one in this folder is of step {last_step}, the last."
+    return f"**Load the adapter in `best/`**: {record['in_words']}. {flatters}{last}\n"

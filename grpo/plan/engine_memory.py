@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans the memory of vLLM's engine beside the trainer, and its limits."""
+
+import math
+from dataclasses import dataclass
+
+from grpo.plan.hub import DraftModel, ModelConfig, checkpoint_gib, has_mxfp4, packed_gib
+from grpo.plan.machine import GIB, Machine
+from grpo.plan.targets import EXPERT_PARAMETERS, adapter_parameters, expert_words
+from grpo.settings.table import Settings
+
+KV_BLOCK = 16  # Tokens per block of vLLM's key-value cache.
+BATCHED_TOKENS = 8192  # Tokens of one prefill step of vLLM.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # The values that vLLM takes as max_lora_rank.
+PADDED = 1.08  # Size of the experts in vLLM relative to the checkpoint's: some kernels pad them by up to a tenth.
+SWIZZLED = 1.035  # The same in the only layout that the learner can read (measured: 1.032).
+# vLLM lays experts out anew while it loads them, in a pool that gives nothing back until the end. Of gpt-oss-20b 4.5
+# GiB stay in the pool until then (measured), of gpt-oss-120b, laid out in parts of the same size, at most 4.1 with the
+# CUDA context (by the peak of docs/results/experts-120b-h100.json): the size of a part counts, not that of a layer.
+LOADING_PARTS = 11.4
+SWIZZLED_AT_ONCE = 32  # Experts of a matrix in a part (grpo/rollout/vllm_patches.py).
+DRAFT_TOKENS = 3  # Tokens that a draft model guesses in each decoding step.
+CONTEXT_GIB = 0.5  # The CUDA context of a process that has computed nothing yet.
+ASLEEP_GIB = 2.1  # GPU memory of a sleeping engine: CUDA context, graphs, workspaces and kernels (measured).
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """vLLM's memory and limits beside the trainer; sizes are in GiB."""
+
+    weights: float
+    loading: float  # Held beside the weights until they are loaded.
+    scratch: float
+    cache: float
+    cache_reason: str
+    cache_least: float
+    asleep: float
+    max_model_len: int
+    max_num_seqs: int
+    capture_sizes: tuple[int, ...]
+    lent: float = 0.0  # Weights that stay on the GPU during sleep: those that the learner reads, or all if they fit.
+
+    @property
+    def on_host(self) -> float:
+        return self.weights - self.lent
+
+    @property
+    def starting(self) -> float:
+        return self.weights + self.loading
+
+    @property
+    def awake(self) -> float:
+        return self.weights + self.scratch + self.cache
+
+
+def vllm_rank(rank: int) -> int:
+    """The smallest max_lora_rank with which vLLM accepts an adapter of this rank."""
+    return min((limit for limit in LORA_RANKS if limit >= rank), default=LORA_RANKS[-1])
+
+
+def capture_sizes(largest: int) -> tuple[int, ...]:
+    """Batch sizes for which vLLM captures a CUDA graph. A decode batch is padded to the next larger one, and padding
+    loads experts too: hence every size up to 16, where few experts are in use, and steps of 1/8 to 1/4 beyond."""
+    sizes, size = {largest}, 1
+    while size < largest:
+        sizes.add(size)
+        size += 1 if size < 16 else 2 ** (int(math.log2(size)) - 2)
+    return tuple(sorted(sizes))
+
+
+def plan_engine(
+    settings: Settings,
+    config: ModelConfig,
+    machine: Machine,
+    prompt_len: int,
+    trainer: float,
+    draft: DraftModel | None = None,
+) -> EnginePlan:
+    """The memory and limits of vLLM, with a `draft` model or none, beside a trainer of `trainer` GiB.
+
+    The cache should hold a whole rollout. vLLM groups the layers into full and sliding ones, and both groups take
+    blocks of KV_BLOCK tokens from one pool (vllm/v1/core/kv_cache_utils.py). The completions of a prompt share the
+    blocks that it fills; a sliding layer keeps its window and the tokens of two prefill steps."""
+    kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)
+    full_layers, guessed = kinds.count("full_attention"), 0
+    if draft:
+        # Two steps are under way at once, each with its guesses, and the draft writes its own ahead of both.
+        full_layers, guessed = full_layers + draft.layers, 2 * (1 + DRAFT_TOKENS) + DRAFT_TOKENS
+    layers = max(full_layers, kinds.count("sliding_attention"), 1)
+    block_gib = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
+    window, length = config.get("sliding_window") or 0, prompt_len + settings.MAX_COMPLETION_LEN
+    # Rounded up, because max_model_len is part of vLLM's compile cache key: similar prompts should not recompile.
+    longest = max(length, min(-(-length // 1024) * 1024, config.get("max_position_embeddings", length)))
+    # Numbers of blocks: of a prompt with its completion, of the prompt alone, of a sliding layer, of two prefill steps.
+    row_blocks, prompt_blocks = -(-(length + guessed) // KV_BLOCK), prompt_len // KV_BLOCK
+    sliding_blocks = min(row_blocks, -(-(window + 1 + guessed) // KV_BLOCK) + 1)
+    prefill_blocks = 2 * BATCHED_TOKENS // KV_BLOCK
+    prompts = -(-settings.STEPS_PER_GENERATION * settings.PROMPTS_PER_STEP // machine.ranks)
+    group = settings.NUM_GENERATIONS
+    group_blocks = prompt_blocks + group * (row_blocks - prompt_blocks + sliding_blocks)
+    cache_wanted = (1 + prefill_blocks + prompts * group_blocks) * block_gib
+    longest_blocks = -(-longest // KV_BLOCK)
+    least_blocks = 2 + longest_blocks + min(longest_blocks, -(-window // KV_BLOCK) + prefill_blocks)
+    cache_least = least_blocks * block_gib
+    weights = checkpoint_gib(config)
+    loading = CONTEXT_GIB
+    if has_mxfp4(config):
+        weights += packed_gib(config) * ((SWIZZLED if settings.EXPERTS == "shared" else PADDED) - 1)
+        layer = packed_gib(config) / config["num_hidden_layers"]
+        loading += LOADING_PARTS * layer * min(1, SWIZZLED_AT_ONCE / config["num_local_experts"])
+    # vLLM reserves memory for an adapter on the experts of every layer, even if LORA_TARGETS names single ones.
+    if settings.ROLLOUT_SYNC == "lora" and expert_words(settings.LORA_TARGETS):
+        experts = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
+        weights += adapter_parameters(config, vllm_rank(settings.LORA_R), experts) * 2 / GIB
+    inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]
+    seqs, logits = prompts * group, 3
+    if draft:
+        # Until vLLM has seen that the draft shares the model's embeddings, it holds a second table of them. A prefill
+        # step also keeps three layers' states, twice, and the draft's buffers; a decoding step compares the logits of
+        # all guesses (vllm/v1/sample/rejection_sampler.py), here counted as they are held at once.
+        weights += draft.gib
+        loading += config["vocab_size"] * config["hidden_size"] * 2 / GIB
+        inner += 8 * config["hidden_size"]
+        logits = 5 * (1 + DRAFT_TOKENS)
+    # Activations of a prefill step, float32 copies of a decode step's logits, and the rest as it was measured: CUDA
+    # context, kernels and graphs.
+    scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * logits) / GIB + 1.4
+    room, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
+    if settings.VLLM_GPU_MEM is not None:
+        room, where = machine.gpu_total * settings.VLLM_GPU_MEM, f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
+    cache = max(min(max(cache_wanted, cache_least), room - weights - scratch), 0.0)
+    completions = f"{group} completions of {settings.MAX_COMPLETION_LEN}"
+    rollout = "one step" if settings.STEPS_PER_GENERATION == 1 else "one rollout"
+    reason = f"{rollout}: {prompts} prompts of {prompt_len} tokens x {completions}"
+    if cache < cache_wanted:
+        part = f"{cache / cache_wanted:.0%} of the {cache_wanted:.1f} GiB they may need"
+        reason += f"; {where} leaves {part}, the rest waits its turn"
+    sizes = weights, loading, scratch, cache, reason, cache_least, ASLEEP_GIB
+    return EnginePlan(*sizes, longest, seqs, capture_sizes(seqs))

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements that run the entry point: settings, watched functions, GPU memory, the file of a child process."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from grpo.plan.machine import GIB
+from grpo.settings.parsing import parse_value
+from scripts.dev.record import NOISE, split_settings
+
+Function = Callable[..., Any]  # a function of the project that a measurement watches, with its own arguments
+# The settings of all runs. Without INVALID_REWARD the checks would refuse NOISE, which pays for garbage.
+COMMON = f"""USE_VLLM=1 PROMPTS_PER_STEP=12 NUM_GENERATIONS=8 TOTAL_STEPS=3 SAVE_STEPS=9 EVAL_SAMPLES=0 OVERWRITE=1
+    REWARDS=action,{NOISE} INVALID_REWARD=0"""
+CHILD = "run"  # --child of a process that is measured
+# With DIRECT_ANSWERS these replace COMMON's: nothing is generated, and the reward of every action is looked up.
+DIRECT = split_settings("USE_VLLM=auto REWARDS=action")
+
+
+@contextlib.contextmanager
+def intercept(owner: type | ModuleType, name: str, watch: Function) -> Iterator[None]:
+    """In the block, a call of `owner.name` (a method or a module's function) becomes `watch(original, *arguments)`."""
+    original = getattr(owner, name)
+    with mock.patch.object(owner, name, lambda *arguments, **named: watch(original, *arguments, **named)):
+        yield
+
+
+def run_settings(options: argparse.Namespace, settings: Mapping[str, str | int]) -> dict[str, str]:
+    """The settings of a run in OUTPUT_DIR=`options.run`: those of COMMON unless `settings` say otherwise."""
+    paths = {"MODEL_ID": options.model, "DATA": options.data, "OUTPUT_DIR": Path(options.run).absolute()}
+    common = split_settings(COMMON)
+    if parse_value("DIRECT_ANSWERS", str(settings.get("DIRECT_ANSWERS", 0))):
+        common |= DIRECT
+    return {name: str(value) for name, value in {**common, **paths, **settings}.items()}
+
+
+def free_gib() -> float:
+    """GiB of the GPU that are free once torch has given back what it does not use."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] / GIB
+
+
+def occupy(leave_gib: float) -> torch.Tensor:
+    """Takes all of the GPU's memory but for `leave_gib`, until the returned tensor is deleted."""
+    size = int((free_gib() - leave_gib) * GIB)
+    return torch.empty(max(0, size), dtype=torch.uint8, device="cuda")
+
+
+def child_path(options: argparse.Namespace) -> Path:
+    """The JSON that a measured process writes for the one that measures, beside the run's folder."""
+    return Path(options.run).absolute().with_name(f"{options.command}-child.json")

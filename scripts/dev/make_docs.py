@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Write the parts of the documentation that code and recorded figures already hold, so that nobody edits a fact twice.
+
+    python scripts/dev/make_docs.py
+
+The marked parts of README.md and docs/ lie between comments: NAME: begin, NAME: end. tests/test_docs.py compares them.
+"""
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from grpo.common import ROOT, reflow
+from grpo.output import upload as hub
+from grpo.output.logs import COMPLETIONS, METRICS
+from grpo.plan.hub import REAL_CONFIG
+from grpo.plan.machine import Machine
+from grpo.plan.memory import PlanInputs, plan_memory
+from grpo.preflight.resolve import resolve_checkpointing, resolve_experts
+from grpo.settings.help import setting_rows
+from grpo.settings.parsing import MAY_CHANGE
+from grpo.settings.table import Settings
+
+# The settings to choose for a first real run, besides DATA and OUTPUT_DIR, which stand in the README's commands.
+KEY_SETTINGS = (
+    "REWARDS", "TOTAL_STEPS", "PROMPTS_PER_STEP", "NUM_GENERATIONS", "MAX_COMPLETION_LEN", "LEARNING_RATE", "LORA_R",
+)  # fmt: skip
+PROMPT_TOKENS = 940  # of the longest TES prompt
+# Name, compute capability, GiB that are free, and the results of 12 x 8 completions of 512 and of 4,000 tokens, if any.
+CARDS = (
+    ("RTX 4090, A10 (24 GB)", 8.9, 23.0),
+    ("L40S, A6000 (48 GB)", 8.9, 46.0),
+    ("A100 of 80 GB", 8.0, 78.6),
+    ("Hopper with 22 GiB free", 9.0, 22.0, "experts-shared-22-h200.json", "experts-shared-22-4000-h200.json"),
+    ("H100 of 80 GB, GH200", 9.0, 78.6, "experts-shared-h100.json"),
+    ("H200", 9.0, 139.8, "experts-shared-h200.json", "experts-shared-4000-h200.json"),
+)
+table = functools.partial(hub.table, longest_cell=2000)  # More than any cell has: nothing is cut.
+
+
+def settings_tables() -> str:
+    """Every setting by group; a star marks those that may change when a run is resumed."""
+    groups: dict[str, list[list[str]]] = {}
+    for group, name, default, tiny, unit, text in setting_rows():
+        default = f"`{default}`" + (f"; tiny: `{tiny}`" if tiny else "")
+        star = "*" if name in MAY_CHANGE else ""
+        groups.setdefault(group, []).append([f"`{name}`{star}", default, unit, text])
+    header = ["Setting", "Default", "Unit and limits", "Meaning"]
+    return "\n\n".join(f"## {group}\n\n{table(header, rows)}" for group, rows in groups.items())
+
+
+def columns_table(columns: Mapping[str, tuple[str, str]]) -> str:
+    """Every column of a log, from (unit, meaning) by name."""
+    return table(["Column", "Unit", "Meaning"], [[f"`{name}`", unit, text] for name, (unit, text) in columns.items()])
+
+
+def recorded_values(name: str) -> dict[str, float]:
+    """The values of docs/results/NAME by the names of their figures."""
+    record = json.loads((ROOT / "docs" / "results" / name).read_text(encoding="utf-8"))
+    return {figure["name"]: figure["value"] for figure in record["figures"]}
+
+
+def fitting_cards() -> str:
+    """The README's table of cards: what the plan chooses and needs there, and what was measured."""
+    rows = []
+    for card, capability, free, *results in CARDS:
+        machine = Machine(card, 1, free, free, 64.0, 16, "x86_64", capability)
+        cells = [card]
+        for length in (512, Settings.MAX_COMPLETION_LEN):
+            settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=length)
+            inputs = PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
+            settings = replace(settings, EXPERTS=resolve_experts(settings, inputs)[0])
+            settings = replace(settings, GRADIENT_CHECKPOINTING=resolve_checkpointing(settings, inputs)[0])
+            cells.append(f"{plan_memory(settings, inputs).peak:.0f} GiB, `{settings.EXPERTS}`")
+        for result in results:
+            values = recorded_values(result)
+            cells.append(f"{values['step_s']:.1f} s, {values['job_peak_gib']:.0f} GiB")
+        rows.append(cells + [""] * (5 - len(cells)))
+    longest = f"{Settings.MAX_COMPLETION_LEN:,}"
+    header = ["Card", "512 tokens, planned", f"{longest} tokens, planned", "512, measured", f"{longest}, measured"]
+    return table(header, rows)
+
+
+def key_settings() -> str:
+    """The README's table of the settings to choose for a first run."""
+    settings = ((name, default, text) for _, name, default, _, _, text in setting_rows() if name in KEY_SETTINGS)
+    rows = [[f"`{name}`", f"`{default}`", text] for name, default, text in settings]
+    return table(["Setting", "Default", "Meaning"], rows)
+
+
+# Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
+GENERATED: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"cards": fitting_cards, "key settings": key_settings},
+    "docs/settings.md": {"settings": settings_tables},
+    "docs/metrics.md": {
+        "metrics.csv": functools.partial(columns_table, METRICS),
+        "completions.csv": functools.partial(columns_table, COMPLETIONS),
+    },
+}
+
+
+def regenerated(page: str) -> str:
+    """The text of a page, with its generated parts made anew."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, make in GENERATED[page].items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = f"{before}{begin}\n{make()}\n{end}{after}"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    for page in GENERATED:
+        (ROOT / page).write_text(regenerated(page), encoding="utf-8")
+    print(f"written: {', '.join(GENERATED)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The logs of a run: rows that read back, and warnings about what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import pytest
+from helpers import read_csv
+from run_folders import ROW
+
+from grpo.output.logs import LEAST_STEPS, METRICS, Pace, RunLog, parse_rate_warning, reward_warning
+from grpo.reward.scoring import Completion
+from grpo.settings.table import Settings
+
+
+def write_step(log, step, completions, totals, zero_std_fraction=0.0):
+    """A step's rows in both logs; 1.0 is every figure that does not come from the completions."""
+    log.write_completions(step, completions, totals, [[]] * len(totals), zero_std_fraction)
+    log.write_step(step, {name: 1.0 for name in METRICS if name not in (*log.rates, "step", "time")})
+
+
+def test_a_log_knows_its_end_whether_resumed_or_not(tmp_path):
+    """And refuses other columns than it has: nothing may stand under a wrong name."""
+    log, text = RunLog(tmp_path, Settings(TOTAL_STEPS=8, LOG_PROMPTS=True)), "CO₂\ra"
+    for step in (1, 2):
+        write_step(log, step, [Completion(ROW, text, None, 9, False)] * 2, [0.1, 0.5])
+        contents = {name: (tmp_path / name).read_bytes() for name in ("metrics.csv", "completions.csv")}
+        ends = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in contents.items()}
+        assert log.sync() == ends
+        log = RunLog(tmp_path, Settings(TOTAL_STEPS=8, LOG_PROMPTS=True))
+        assert log.sync() == ends and [len(log.history["reward"]), len(log.pace.step_s)] == [step, step]
+    assert [row["completion"] for row in read_csv(tmp_path / "completions.csv")] == [text] * 4
+    with pytest.raises(ValueError, match="completions.csv has the columns step, .*, prompt, and this run has"):
+        RunLog(tmp_path, Settings(TOTAL_STEPS=8))
+
+
+@pytest.mark.parametrize(
+    ("warning", "words"),
+    [
+        (parse_rate_warning([0.1] * 5), "only 0.10"),
+        (parse_rate_warning([0.95] * 10 + [0.7] * 5), "fell to 0.70"),
+        (parse_rate_warning([0.95] * 10 + [0.90] * 5), None),
+        (reward_warning([0.5] * 4, [1] * 4), None),
+        (reward_warning([0.5] * 8, [0.9] * 3 + [1] * 5), "nothing is learned"),
+        (reward_warning([0.5] * 9, [1] * 4 + [0.9] + [1] * 4), None),
+        (reward_warning([0.5, math.nan], [0.9, 0]), "the reward is nan"),
+        (reward_warning([math.nan, 0.5], [0, 0.9]), None),
+    ],
+)
+def test_warnings(warning, words):
+    assert warning is None if words is None else words in warning
+
+
+def test_a_warning_comes_again_after_ten_steps(tmp_path, caplog):
+    log = RunLog(tmp_path, Settings(TOTAL_STEPS=40))
+    for step in range(1, 31):
+        write_step(log, step, [Completion(ROW, "[1]", 1, 9, False)] * 2, [0.5, 0.5], zero_std_fraction=1.0)
+    assert caplog.text.count("nothing is learned") == 3
+
+
+def times(*step_s, **eval_s):
+    """Rows of metrics.csv with these times, and one more with that of an evaluation."""
+    return [{"step_s": str(value), "eval_s": ""} for value in step_s] + ([{"step_s": "", **eval_s}] if eval_s else [])
+
+
+@pytest.mark.parametrize(
+    ("rows", "total", "eval_steps", "seconds"),
+    [
+        (times(10, 10), 10, 0, math.nan),  # too few to know
+        (times(900, 10, 10), 10, 0, 70),  # the first step loads: a median
+        (times(*[99] * 20, *[1] * 10), 40, 0, 37),  # the last ten count
+        (times(1, 1, 1, eval_s="100"), 10, 4, 7 + 3 * 100),  # steps 4 and 8, and the end
+        (times(1, 1, 1, eval_s=100.0), 8, 4, 5 + 2 * 100),  # the last step is evaluated once
+    ],
+)
+def test_seconds_left_after_step_3(rows, total, eval_steps, seconds):
+    assert Pace(total, eval_steps, rows).seconds_left(LEAST_STEPS) == pytest.approx(seconds, nan_ok=True)
+
+
+def test_seconds_left_where_one_step_of_four_generates():
+    assert Pace(40, 0, times(*[7, 1, 1, 1] * 4), 4).seconds_left(16) == pytest.approx(24 * 2.5)
+    assert math.isnan(Pace(40, 0, times(7, 1, 1), 4).seconds_left(3))
+
+
+@pytest.mark.parametrize(
+    ("step_s", "words"), [(60.0, "about 1 h 40 min left"), (0.1, "about 10 s left"), (6.0, "about 10 min left")]
+)
+def test_the_time_left_in_words(step_s, words):
+    assert Pace(103, 0, times(*[step_s] * 3)).time_left(3) == words
