@@ -89,8 +89,8 @@ def machine_words(facts: Json) -> str:
 
 
 def this_command() -> str:
-    """The command that runs now; of an absolute path it keeps the last part, of the script's its place in scripts/."""
-    script = "/".join(("scripts", *Path(sys.argv[0]).parts)[-3:])
+    """The command that runs now; of an absolute path it keeps the last part, of the script's the last three."""
+    script = "/".join(Path(sys.argv[0]).parts[-3:])
     words = [re.sub(r"(^|=|,)/(?:[^/,]*/)*", r"\1", word) for word in sys.argv[1:]]
     return shlex.join(["python", script, *words])
 
