@@ -203,11 +203,11 @@ def train(resolved: ResolvedRun) -> int:
         if not ranks.rank:
             add_record(folder, SETTINGS, {"vllm": run.engine.backends})
         check_mismatch(trainer)
-    trainer.run_on_rank0(progress.before, trainer)
+    trainer.sampler.run_on_rank0(progress.before, trainer)
     stop.at_once = False  # From here on a signal waits for the end of its step and a checkpoint.
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if ranks.rank:
-        trainer.serve_rank0()  # This raises RankLost with the exit code when rank 0 has finished the run.
+        trainer.sampler.serve_rank0()  # This raises RankLost with the exit code when rank 0 has finished the run.
     return finish(trainer, progress, started)
 
 

@@ -9,6 +9,7 @@ from trainers import make, plain_float32
 
 from grpo.rollout.engine import Engine
 from grpo.rollout.parity import MismatchCheck
+from grpo.rollout.sampler import Sampling, VllmSampler
 
 EXACT = 2e-4  # Nats: both sides compute in float32, in another order.
 
@@ -35,6 +36,17 @@ def set_adapter(trainer, seed, strength=0.3):
         if "lora_" in name:
             scale = strength if "lora_B" in name else 0.2
             parameter.data = (torch.randn(parameter.shape, generator=generator) * scale).bfloat16().float()
+
+
+def rollout(engine, policy, prompts, seed, with_adapter=True, temperature=None):
+    """Token ids of a completion of each prompt, and the engine's log-probs of them: None with a `temperature`, which is
+    an evaluation's."""
+    s, is_rollout = engine.settings, temperature is None
+    sampling = Sampling(
+        seed, s.TEMPERATURE if is_rollout else temperature, s.TOP_P, s.MAX_COMPLETION_LEN, with_adapter, is_rollout
+    )
+    samples = VllmSampler(engine, policy).sample(prompts, sampling)
+    return [sample.ids for sample in samples], [sample.logps for sample in samples]
 
 
 def prompts_of(trainer):

@@ -22,6 +22,7 @@ from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_s
 from grpo.process.ending import StopRequest
 from grpo.process.ranks import Ranks
 from grpo.reward.scoring import is_by_action, load_rewards, reward_specs
+from grpo.rollout.sampler import Sample
 from grpo.settings.table import FIELDS, Settings
 
 LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
@@ -181,13 +182,22 @@ def apart(vector, other):
     return ((vector - other).norm() / other.norm()).item()
 
 
+def sample_with(trainer, completions):
+    """Lets the trainer, and TRL's methods in its place, sample what `completions` returns: token ids, and an engine's
+    log-probs of them or None."""
+
+    def sample(prompts):
+        ids, logps = completions()
+        return [Sample(row, logps and logps[n]) for n, row in enumerate(ids)]
+
+    trainer.sample, trainer._generate_single_turn = sample, lambda *arguments: completions()
+
+
 def score_completions(trainer, ids, logps=None):
-    """The scored batch of a step whose completions are `ids`, with an engine's log-probs of them or none."""
-    trainer._generate_single_turn = lambda *arguments: (ids, logps)
+    """The step whose completions are `ids`, with an engine's log-probs of them or none."""
+    sample_with(trainer, lambda: (ids, logps))
     trainer.model.train()
-    group = trainer.num_generations
-    inputs = [{"prompt": row.prompt, "row": n} for n, row in enumerate(trainer.run.rows) for _ in range(group)]
-    return trainer._generate_and_score_completions(inputs)
+    return trainer.new_rollout([row for row in trainer.run.rows for _ in range(trainer.run.settings.NUM_GENERATIONS)])
 
 
 def gradient_of(trainer):
@@ -199,9 +209,9 @@ def moved_by_training(trainer):
     """How training moves the adapter, as a list. Only rank 0 calls reward functions."""
     trainer.args.save_strategy = "no"
     if trainer.run.ranks.rank:
-        trainer.reward_funcs = [None] * len(trainer.reward_funcs)
-        if trainer.lookup:
-            trainer.lookup.functions = trainer.reward_funcs
+        trainer.scorer.functions = [None] * len(trainer.scorer.functions)
+        if trainer.scorer.lookup:
+            trainer.scorer.lookup.functions = trainer.scorer.functions
     before = flat_adapter(trainer.model)
     trainer.train()
     return (flat_adapter(trainer.model) - before).tolist()

@@ -228,6 +228,17 @@ def prompt_order(rows: int, seed: int, count: int) -> Iterator[int]:
         yield from order[: count - done]
 
 
+def row_order(rows: int, s: Settings) -> Iterator[int]:
+    """The row of each completion that each optimizer step learns from, step after step: each prompt NUM_GENERATIONS
+    times, and a rollout's prompts once for every step that shares it."""
+    prompts, rollouts = s.STEPS_PER_GENERATION * s.PROMPTS_PER_STEP, -(-s.TOTAL_STEPS // s.steps_per_rollout)
+    order = list(prompt_order(rows, s.SEED, rollouts * prompts))
+    for step in range(s.TOTAL_STEPS):
+        start = step // s.steps_per_rollout * prompts
+        for row in order[start : start + prompts]:
+            yield from [row] * s.NUM_GENERATIONS
+
+
 def sampling_seed(seed: int, step: int, stream: str) -> int:
     """The seed of one generation. It depends on SEED, step and stream alone: a resumed run samples the same tokens."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{stream}/{step}".encode()).digest()[:8], "big") >> 1

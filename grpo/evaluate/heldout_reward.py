@@ -11,7 +11,7 @@ import rewards
 from grpo.common import log
 from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.heldout import date_of, group_of
-from grpo.evaluate.models import EvaluatedModel, TrainedModel
+from grpo.evaluate.models import EvaluatedModel, trained_model
 from grpo.evaluate.tables import evaluation_table
 from grpo.learn.trainer import Trainer
 from grpo.output.durable import is_intact, read_sealed, write_sealed
@@ -136,7 +136,7 @@ def trainer_evaluation(trainer: Trainer, rows: Sequence[Row], exact: bool) -> He
     """The evaluation of held-out rows with a trainer's current model and its reward functions."""
     functions = [function for function in trainer.reward_funcs if isinstance(function, Reward)]
     names, weights = trainer.reward_func_names, vars(trainer.args)["reward_weights"]
-    return HeldoutEvaluation(TrainedModel(trainer), rows, exact, names, functions, weights, trainer.state)
+    return HeldoutEvaluation(trained_model(trainer), rows, exact, names, functions, weights, trainer.state)
 
 
 def new_results(s: Settings, rows: Sequence[Row], exact: bool) -> Results:

@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose answers are evaluated: a run's own, or one in transformers or vLLM without a trainer."""
 
-import contextlib
 import dataclasses
-import functools
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.common import InputError
-from grpo.data.prompts import sampling_seed
 from grpo.evaluate.exact import BATCH_TOKENS, answer_probabilities
 from grpo.learn.trainer import Trainer
 from grpo.model.attention import unwrap_peft
@@ -29,10 +23,18 @@ from grpo.plan.machine import Machine
 from grpo.plan.memory import GPU_SHARE, PlanInputs, generation_gib
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
+from grpo.process.ranks import Ranks
 from grpo.reward.lookup import action_tokens
-from grpo.rollout.decode import shared_prefill
-from grpo.rollout.direct import choose_tokens, close_answers
 from grpo.rollout.engine import EngineError, start_engine
+from grpo.rollout.sampler import (
+    AwakeVllmSampler,
+    DirectSampler,
+    RankedSampler,
+    Sampler,
+    TransformersSampler,
+    adapter_disabled,
+    evaluation_sampling,
+)
 from grpo.settings.table import Settings
 
 GENERATION_BATCHES = (64, 32, 16, 8, 4, 2, 1)  # sequences that transformers generates at the same time
@@ -40,140 +42,108 @@ MOST_AT_ONCE = 512  # sequences that vLLM generates at the same time; more wait 
 DIRECT_TOKENS = 16_384  # tokens of one pass that chooses answers; with eager attention it is BATCH_TOKENS
 
 
-class EvaluatedModel(ABC):
+class EvaluatedModel:
     """A base model, with its adapter or without, that answers rendered prompts."""
 
-    settings: Settings
-    tokenizer: PreTrainedTokenizerBase
-    stops: Sequence[int]  # ids of the tokens that end a completion
-    # Models that torch holds, not vLLM, also have these:
-    network: PreTrainedModel  # the gpt-oss, into which PEFT puts the adapter
-    policy: PeftModel | None = None  # the same with the adapter
-    choose_answers: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # `choose_tokens` of the network
-
-    @abstractmethod
-    def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
-        """Token ids of completions, see `complete`; a `temperature` of 0 gives greedy answers."""
+    def __init__(
+        self, settings: Settings, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], sampler: RankedSampler
+    ):
+        """`stops` are the ids of the tokens that end a completion."""
+        self.settings, self.tokenizer, self.stops, self.sampler = settings, tokenizer, stops, sampler
 
     def complete(
         self, prompts: Sequence[str], samples: int = 1, step: int = 0, greedy: bool = False, base: bool = False
     ) -> list[list[int]]:
         """Token ids of a completion for each prompt, the token that ends it included, at EVAL_TEMPERATURE or greedily.
-        `prompts` repeats each prompt `samples` times in a row. Random numbers depend on SEED and `step` alone, so they
-        are the same for every model. `base` turns the adapter off."""
-        return self.generate(list(prompts), samples, step, self.temperature(greedy), base)
-
-    def temperature(self, greedy: bool) -> float:
-        return 0.0 if greedy else self.settings.EVAL_TEMPERATURE
-
-    def adapter_disabled(self, base: bool) -> contextlib.AbstractContextManager[None]:
-        """Turns the adapter off inside the block if `base` is true and there is an adapter."""
-        return self.policy.disable_adapter() if base and self.policy else contextlib.nullcontext()
+        `prompts` repeats each prompt `samples` times in a row. `base` turns the adapter off."""
+        prompt_ids = self.tokenizer(text=list(prompts))["input_ids"]
+        sampling = evaluation_sampling(self.settings, step, greedy, base)
+        return [sample.ids for sample in self.sampler.answer(prompt_ids, samples, sampling)]
 
     def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
         """(N, K): the probability of answering each of K actions to each of N prompts, at EVAL_TEMPERATURE or greedily.
         Only for models that torch holds, as vLLM does not compute it."""
-        temperature = self.temperature(greedy)
-        with self.adapter_disabled(base):
-            if not self.settings.DIRECT_ANSWERS:
-                return answer_probabilities(self.network, self.tokenizer, prompts, temperature, actions)
+        raise NotImplementedError
+
+
+class TorchModel(EvaluatedModel):
+    """A model of torch. `network` is the gpt-oss into which PEFT puts the adapter, `policy` the same with it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[int],
+        sampler: RankedSampler,
+        network: PreTrainedModel,
+        policy: PeftModel | None,
+    ):
+        super().__init__(settings, tokenizer, stops, sampler)
+        self.network, self.policy = network, policy
+
+    def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
+        sampling, own = evaluation_sampling(self.settings, 0, greedy, base), self.sampler.sampler
+        with adapter_disabled(self.policy, sampling):
+            if not isinstance(own, DirectSampler):
+                return answer_probabilities(self.network, self.tokenizer, prompts, sampling.temperature, actions)
             prompt_ids, tokens = self.tokenizer(text=list(prompts))["input_ids"], action_tokens(self.tokenizer, actions)
-            _, probabilities = self.choose_answers(prompt_ids, temperature=temperature, actions=tokens)
+            _, probabilities = own.choices(prompt_ids, sampling.temperature, tokens)
             return probabilities.double().cpu().numpy()
 
 
-class TrainedModel(EvaluatedModel):
+def trained_model(trainer: Trainer) -> TorchModel:
     """The model of a run, which generates its answers like rollouts: by the same engine, with the same lengths."""
-
-    def __init__(self, trainer: Trainer):
-        self.trainer, self.settings = trainer, trainer.run.settings
-        self.tokenizer, self.stops = trainer._tokenizer, trainer.eos_token_ids
-        self.policy = trainer.model
-        self.network, self.choose_answers = unwrap_peft(trainer.model), trainer.choose_answers
-
-    def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
-        prompt_ids = self.trainer._tokenize_prompts(prompts)[0]
-        return self.trainer.generate_answers(prompt_ids, samples, base, step, temperature)
+    settings, tokenizer, stops = trainer.run.settings, trainer._tokenizer, trainer.eos_token_ids
+    return TorchModel(settings, tokenizer, stops, trainer.sampler, unwrap_peft(trainer.model), trainer.model)
 
 
-class TransformersModel(EvaluatedModel):
+def load_torch_model(settings: Settings, files: ModelFiles, adapter: Path | None, attention: str) -> TorchModel:
     """A model that generates in transformers, with eager attention, which is exact at any length. With DIRECT_ANSWERS
     it chooses tokens with `attention` instead."""
-
-    def __init__(self, settings: Settings, files: ModelFiles, adapter: Path | None, attention: str):
-        self.settings, self.tokenizer = settings, load_tokenizer(str(files.folder))
-        network = load_model(str(files.folder), files.config, attention, settings.EXPERTS or "bf16")
-        self.network = in_compute_dtype(network).eval()
-        self.stops = stop_tokens(self.network.generation_config.eos_token_id, self.tokenizer)
-        if adapter is not None:
-            with experts_wrapped(self.network):
-                self.policy = PeftModel.from_pretrained(self.network, str(adapter)).eval()
-        limit = BATCH_TOKENS if attention == "eager" else DIRECT_TOKENS
-        self.choose_answers = functools.partial(
-            choose_tokens, self.network, attention=attention, token_limit=limit, share=True
-        )
-
-    @torch.no_grad()
-    def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
-        s, completions = self.settings, []
-        torch.manual_seed(sampling_seed(s.SEED, step, "evaluation"))
-        if s.DIRECT_ANSWERS:
-            with self.adapter_disabled(base):
-                prompt_ids = self.tokenizer(text=prompts)["input_ids"]
-                tokens, _ = self.choose_answers(prompt_ids, temperature=temperature, actions=[])
-            return close_answers(tokens, self.tokenizer)
-        options = {"do_sample": False, "max_new_tokens": s.MAX_COMPLETION_LEN, "eos_token_id": self.stops}
-        if temperature:
-            options |= {"do_sample": True, "temperature": temperature, "top_p": s.TOP_P, "top_k": 0}
-        chunk = s.GENERATION_BATCH or GENERATION_BATCHES[0]
-        model: Any = self.policy or self.network  # PeftModel forwards `generate`, but its type does not say so
-        with self.adapter_disabled(base), shared_prefill(self.network):
-            for start in range(0, len(prompts), chunk):
-                batch = self.tokenizer(text=prompts[start : start + chunk], padding=True, return_tensors="pt")
-                batch = batch.to(self.network.device)
-                ids = model.generate(**batch, **options, pad_token_id=self.tokenizer.pad_token_id)
-                for row in ids[:, batch["input_ids"].shape[1] :].tolist():
-                    end = next((i for i, token in enumerate(row) if token in self.stops), len(row))
-                    completions.append(row[: end + 1])
-        return completions
+    tokenizer = load_tokenizer(str(files.folder))
+    network = load_model(str(files.folder), files.config, attention, settings.EXPERTS or "bf16")
+    network, policy = in_compute_dtype(network).eval(), None
+    stops = stop_tokens(network.generation_config.eos_token_id, tokenizer)
+    if adapter is not None:
+        with experts_wrapped(network):
+            policy = PeftModel.from_pretrained(network, str(adapter)).eval()
+    limit, at_once = BATCH_TOKENS if attention == "eager" else DIRECT_TOKENS, settings.GENERATION_BATCH
+    sampler: Sampler = TransformersSampler(network, policy, tokenizer, stops, at_once or GENERATION_BATCHES[0])
+    if settings.DIRECT_ANSWERS:
+        sampler = DirectSampler(network, policy, tokenizer, [], attention, lambda longest: limit)
+    return TorchModel(settings, tokenizer, stops, RankedSampler(sampler, Ranks()), network, policy)
 
 
-class VllmModel(EvaluatedModel):
+def start_vllm_model(
+    settings: Settings, files: ModelFiles, adapter: Path | None, machine: Machine, prompts: Sequence[str]
+) -> EvaluatedModel:
     """A model that generates in vLLM: MXFP4 weights, and the adapter that vLLM loads from its folder, as with
     ROLLOUT_SYNC=lora. Without a trainer beside it, it stays awake. `prompts` are those of one batch, from a simulator
     those of its first moment. Raises EngineError if it does not fit."""
-
-    def __init__(
-        self, settings: Settings, files: ModelFiles, adapter: Path | None, machine: Machine, prompts: Sequence[str]
-    ):
-        path = str(files.folder)
-        self.settings, self.tokenizer, self.adapter = settings, load_tokenizer(path), adapter
-        # Memory is planned as for a training step with these prompts, up to MOST_AT_ONCE, but without a trainer. A
-        # simulator's later prompts may be longer than its first by the digits of a few numbers, hence 32 tokens more.
-        s = dataclasses.replace(
-            settings,
-            ROLLOUT_SYNC="lora",
-            LORA_R=read_json(adapter / CONFIG)["r"] if adapter else settings.LORA_R,
-            LORA_TARGETS="experts" if adapter and is_on_experts(adapter) else "all-linear",
-            PROMPTS_PER_STEP=min(len(prompts), MOST_AT_ONCE),
-            STEPS_PER_GENERATION=1,
-            NUM_GENERATIONS=1,
-            DRAFT_MODEL="",
-            EXPERTS=None,  # No learner shares or pages its weights.
-        )
-        longest = max(map(len, self.tokenizer(text=list(dict.fromkeys(prompts)))["input_ids"])) + 32
-        plan = plan_engine(s, files.config, machine, longest, 0.0)
-        if plan.cache < plan.cache_least:
-            need = plan.weights + plan.scratch + plan.cache_least
-            raise EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_free:.1f} are free")
-        self.stops = stop_tokens(load_generation_config(path).eos_token_id, self.tokenizer)
-        self.engine = start_engine(s, plan, path, self.stops)
-        self.engine.wake()
-
-    def generate(self, prompts: list[str], samples: int, step: int, temperature: float, base: bool) -> list[list[int]]:
-        seed = sampling_seed(self.settings.SEED, step, "evaluation")
-        self.engine.use_adapter(None if base else self.adapter)
-        return self.engine.generate(self.tokenizer(text=prompts)["input_ids"], seed, temperature=temperature)[0]
+    path = str(files.folder)
+    tokenizer = load_tokenizer(path)
+    # Memory is planned as for a training step with these prompts, up to MOST_AT_ONCE, but without a trainer. A
+    # simulator's later prompts may be longer than its first by the digits of a few numbers, hence 32 tokens more.
+    s = dataclasses.replace(
+        settings,
+        ROLLOUT_SYNC="lora",
+        LORA_R=read_json(adapter / CONFIG)["r"] if adapter else settings.LORA_R,
+        LORA_TARGETS="experts" if adapter and is_on_experts(adapter) else "all-linear",
+        PROMPTS_PER_STEP=min(len(prompts), MOST_AT_ONCE),
+        STEPS_PER_GENERATION=1,
+        NUM_GENERATIONS=1,
+        DRAFT_MODEL="",
+        EXPERTS=None,  # No learner shares or pages its weights.
+    )
+    longest = max(map(len, tokenizer(text=list(dict.fromkeys(prompts)))["input_ids"])) + 32
+    plan = plan_engine(s, files.config, machine, longest, 0.0)
+    if plan.cache < plan.cache_least:
+        need = plan.weights + plan.scratch + plan.cache_least
+        raise EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_free:.1f} are free")
+    stops = stop_tokens(load_generation_config(path).eos_token_id, tokenizer)
+    engine = start_engine(s, plan, path, stops)
+    engine.wake()
+    return EvaluatedModel(settings, tokenizer, stops, RankedSampler(AwakeVllmSampler(engine, adapter), Ranks()))
 
 
 class ModelResponder:
@@ -221,18 +191,18 @@ def start_model(
     machine: Machine,
     use_vllm: bool,
     prompts: Sequence[str] = (),
-) -> TransformersModel | VllmModel:
+) -> EvaluatedModel:
     """Load the base model, downloaded if necessary, with its adapter. Raises InputError and EngineError."""
     if problem := fetch_weights(settings.MODEL_ID, files):
         raise InputError(problem)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if use_vllm:
-        return VllmModel(settings, files, adapter, machine, prompts)
+        return start_vllm_model(settings, files, adapter, machine, prompts)
     attention = "eager"
     if settings.DIRECT_ANSWERS:
         attention, _ = choose_attention(settings.ATTN_IMPL, machine.gpus)
         attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
-    return TransformersModel(settings_alone(settings, files.config, machine), files, adapter, attention)
+    return load_torch_model(settings_alone(settings, files.config, machine), files, adapter, attention)
 
 
 def stop_tokens(eos: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:

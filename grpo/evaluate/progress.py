@@ -6,7 +6,7 @@ from pathlib import Path
 from grpo.common import format_exception, log
 from grpo.data.files import data_fingerprint
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, Results, measure_rewards, trainer_evaluation
-from grpo.evaluate.models import ModelResponder, TrainedModel
+from grpo.evaluate.models import ModelResponder, trained_model
 from grpo.evaluate.tables import reward_comparisons
 from grpo.learn.trainer import Trainer
 from grpo.output import best
@@ -48,7 +48,7 @@ class Progress:
             reward = results["after"]["reward"]
             if self.simulator:
                 record = self.new_record(self.simulator, trainer)
-                responder = ModelResponder(TrainedModel(trainer), base=False)
+                responder = ModelResponder(trained_model(trainer), base=False)
                 self.simulator.run(self.resolved.closed_loop, record, "trained", responder, greedy=False)
         columns = self.columns(reward, record)
         step = trainer.state.global_step
@@ -83,7 +83,7 @@ class Progress:
         name, record = "base" if base else "trained", self.new_record(self.simulator, trainer)
         with Phase(f"closed loop, {name} model") as phase:
             if not {name, name + GREEDY} <= record["totals"].keys():
-                responder = ModelResponder(TrainedModel(trainer), base)
+                responder = ModelResponder(trained_model(trainer), base)
                 self.simulator.run(self.resolved.closed_loop, record, name, responder)
             write_sealed(trainer.run.folder / CLOSED_LOOP, record)
             phase.result = self.simulator.summary(record, name)

@@ -59,6 +59,38 @@ class StepRewards:
         return self.position >= 0
 
 
+class ExpectedReward:
+    """What the rewards of all actions change in a step: the advantages of its tokens, and its loss.
+
+    `advantages` (B, C) takes the place of one advantage a completion, and `loss` is added for each micro-batch, whose
+    gradient is that of V at the answer's token."""
+
+    def __init__(
+        self,
+        answers: StepRewards,
+        probabilities: Tensor,
+        sampled: Tensor,
+        weights: Tensor,
+        group: int,
+        scale_rewards: str,
+    ):
+        """Mean and deviation of a group must be known before its first micro-batch learns, so `probabilities` (B, K)
+        are those of a pass before. `sampled` (B,) are the advantages of the sampled rewards; `weights` (B, C) what
+        LOSS_TYPE multiplies each token's advantage by."""
+        self.answers = answers
+        values = expected_rewards(answers, probabilities)
+        self.means, scale = mean_and_scale(answers, probabilities, group, scale_rewards)
+        self.advantages = token_advantages(answers, values, self.means, scale, sampled, group, weights.size(1))
+        at_answer = weights.gather(1, answers.position.clamp(min=0)[:, None])[:, 0]
+        self.slopes = (at_answer / scale).masked_fill(~answers.is_expected, 0.0)
+
+    def loss(self, rows: Tensor, probabilities: Tensor) -> Tensor:
+        """What the completions `rows` (b,) add to the loss, given the policy's `probabilities` (b, K) of the actions,
+        through which the gradient flows. A completion that every function left out adds nothing."""
+        values = expected_rewards(self.answers[rows], probabilities)
+        return -(self.slopes[rows] * (values - self.means[rows]).nan_to_num()).sum()
+
+
 def expected_rewards(answers: StepRewards, probabilities: Tensor) -> Tensor:
     """V (B,) of each completion, given the probabilities (B, K) of the actions; the sampled reward of a completion
     that no token decides. NaN if every function left the completion out. Differentiable."""

@@ -2,6 +2,7 @@
 """Computes the gradients of a scored batch: the loss of TRL's GRPOTrainer, over few dense micro-batches."""
 
 import collections
+import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -13,16 +14,15 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo.learn.context import RunContext
 from grpo.learn.distributed import adapter_gradients, sum_over_ranks
-from grpo.learn.expected_reward import StepRewards, expected_rewards, mean_and_scale, token_advantages
+from grpo.learn.expected_reward import ExpectedReward, StepRewards
 from grpo.learn.log_probs import HeadLogProbs
+from grpo.learn.step import Batch
 from grpo.model.attention import KERNELS, hidden_states, unwrap_peft
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
 from grpo.phases import LINE_S, with_progress
 from grpo.plan.memory import micro_batch_tokens
 from grpo.rollout.parity import sampled_kl
-
-Batch = dict[str, Tensor]  # The tensors that TRL makes of a step, or of some of its completions.
 
 
 def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, limit: float) -> tuple[Tensor, Tensor]:
@@ -50,22 +50,24 @@ class Learner(GRPOTrainer):
     # TRL allows other models and arguments; a run always has an adapter and GRPO's arguments.
     model: PeftModel
     args: GRPOConfig
-    # With DIRECT_ANSWERS, the probabilities (B, K) of the actions, as computed when a step's answers were chosen; zeros
-    # in the rows of other ranks.
-    choice_probabilities: Tensor | None = None
 
-    def learn(self, model: torch.nn.Module, batch: Batch, answers: StepRewards | None = None) -> Tensor:
+    def learn(
+        self,
+        model: torch.nn.Module,
+        batch: Batch,
+        answers: StepRewards | None = None,
+        probabilities: Tensor | None = None,
+    ) -> Tensor:
         """Computes the gradients of the loss of `batch`, on each rank for its own prompts, and sums them over ranks.
         Returns the loss, a scalar.
 
-        `batch` holds `prompt_ids` (B, P), `completion_ids` (B, C), their masks, `advantages` (B,), and where they are
-        known `sampling_per_token_logps` and `ref_per_token_logps` (B, C), and `old_per_token_logps` where several steps
-        share a rollout (NaN: unknown, ratio 1). `answers` are the rewards of all actions; None without EXPECTED_REWARD.
-        """
+        The arguments are parts of a `Step`: its `batch`, the rewards of all actions (None without EXPECTED_REWARD), and
+        the actions' probabilities (B, K) if they are known, zeros in the rows of other ranks."""
         s, base, mask = self.run.settings, unwrap_peft(model), batch["completion_mask"]
-        means = slopes = torch.zeros(len(mask), device=mask.device)
+        expected: ExpectedReward | None = None
         if answers is not None:
-            batch, means, slopes = self.with_expected_rewards(base, batch, answers)
+            expected = self.expect(base, batch, answers, probabilities)
+            batch = batch | {"advantages": expected.advantages}
         total = torch.zeros((), device=mask.device)
         logps = torch.zeros(mask.shape, device=mask.device)
         ratios = torch.zeros(mask.shape, device=mask.device)
@@ -92,11 +94,9 @@ class Learner(GRPOTrainer):
             loss, metrics = self.liger_loss(micro_batch, batch, token_logps)
             summands = {name: value.item() for name, value in zip(names, metrics, strict=True)}
             sums.update(summands | {"entropy": (entropy.detach().sum() / mask.sum()).item()})
-            if answers is not None and len(packed.targets):
-                row_answers = answers[rows]
-                probabilities = self.action_probabilities(base, leaf, packed, row_answers, mask[rows])
-                values = expected_rewards(row_answers, probabilities)
-                loss = loss - (slopes[rows] * (values - means[rows]).nan_to_num()).sum()
+            if expected is not None and len(packed.targets):
+                chances = self.action_probabilities(base, leaf, packed, expected.answers[rows], mask[rows])
+                loss = loss + expected.loss(rows, chances)
             loss.backward()
             states.backward(leaf.grad)
             total += loss.detach()
@@ -139,26 +139,22 @@ class Learner(GRPOTrainer):
         """Log-probs and entropies (N,) of `targets` (N,) after `states` (N, hidden) of `base`."""
         return HeadLogProbs.apply(states, base.get_output_embeddings().weight, targets, self.temperature)
 
-    def with_expected_rewards(
-        self, base: PreTrainedModel, batch: Batch, answers: StepRewards
-    ) -> tuple[Batch, Tensor, Tensor]:
-        """(`batch` with `advantages` (B, C) by token, means (B,), slopes (B,)). The caller adds -slope * (V - mean) of
-        each completion to the loss, 0 where it is NaN; V is that of `expected_rewards`. All ranks must call it."""
-        mask, group = batch["completion_mask"], self.run.settings.NUM_GENERATIONS
+    def expect(
+        self, base: PreTrainedModel, batch: Batch, answers: StepRewards, probabilities: Tensor | None = None
+    ) -> ExpectedReward:
+        """The expected rewards of a step, for which the policy's probabilities are computed unless they are known. All
+        ranks must call it."""
         # The probabilities are the learning policy's, also in the later steps of a rollout. V is what a prefix
         # is worth where this policy answers, which is known exactly: the rollout's own probabilities would credit the
         # prefix with answers that are no longer given. That an older policy drew the prefix is the matter of its
         # tokens' ratios. At the answer nothing was drawn, so V needs no ratio, and there is nothing to clip.
-        if self.choice_probabilities is None:
+        if probabilities is None:
             probabilities = self.probabilities_of_step(base, batch, answers)
         else:
-            probabilities = self.choice_probabilities[:, : answers.tokens.size(1)].clone()
+            probabilities = probabilities[:, : answers.tokens.size(1)].clone()
         sum_over_ranks(self.run.ranks, [probabilities])
-        values = expected_rewards(answers, probabilities)
-        means, scale = mean_and_scale(answers, probabilities, group, self.scale_rewards)
-        advantages = token_advantages(answers, values, means, scale, batch["advantages"], group, mask.size(1))
-        weights = self.token_weights(batch).gather(1, answers.position.clamp(min=0)[:, None])[:, 0]
-        return batch | {"advantages": advantages}, means, (weights / scale).masked_fill(~answers.is_expected, 0.0)
+        group, weights = self.run.settings.NUM_GENERATIONS, self.token_weights(batch)
+        return ExpectedReward(answers, probabilities, batch["advantages"], weights, group, self.scale_rewards)
 
     def probabilities_of_step(self, base: PreTrainedModel, batch: Batch, answers: StepRewards) -> Tensor:
         """Probabilities (B, K) of the actions in this rank's rows, zeros in other ranks', by a forward pass without
@@ -229,28 +225,20 @@ class Learner(GRPOTrainer):
             num_items_in_batch=batch["num_items_in_batch"],
         )
 
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
-    ):
-        """Log-probs (B, C) of the last `logits_to_keep` tokens. TRL calls this for the reference model, the adapter
-        disabled, and where several steps share a rollout for the old log-probs: those are vLLM's, if it generates."""
-        if self.run.engine is not None and self.model.has_active_enabled_adapter:
-            return None, None, None
-        batch = {
-            "prompt_ids": input_ids[:, :-logits_to_keep],
-            "prompt_mask": attention_mask[:, :-logits_to_keep],
-            "completion_ids": input_ids[:, -logits_to_keep:],
-            "completion_mask": attention_mask[:, -logits_to_keep:],
-        }
-        logps = input_ids.new_zeros(batch["completion_ids"].shape, dtype=torch.float32)
-        base = unwrap_peft(model)
-        for rows, packed in self.micro_batches(batch):
-            with evaluating(base), self.accelerator.autocast():  # The policy that sampled had no LORA_DROPOUT.
-                states = hidden_states(base, packed, self.run.attention)
-                token_logps, _ = self.compute_logps(base, states, packed.targets)
-            logps[rows] = padded_like(batch["completion_mask"][rows], packed, token_logps)
+    @torch.no_grad()
+    def batch_logps(self, batch: Batch, with_adapter: bool = True) -> Tensor:
+        """Log-probs (B, C) of the completions, as the policy sampled them or, without its adapter, of the base model.
+        All ranks must call it."""
+        logps = torch.zeros(batch["completion_ids"].shape, device=batch["completion_ids"].device)
+        base, policy = unwrap_peft(self.model), self.model
+        with contextlib.nullcontext() if with_adapter else policy.disable_adapter(), evaluating(base):
+            for rows, packed in self.micro_batches(batch):
+                with self.accelerator.autocast():
+                    states = hidden_states(base, packed, self.run.attention)
+                    token_logps, _ = self.compute_logps(base, states, packed.targets)
+                logps[rows] = padded_like(batch["completion_mask"][rows], packed, token_logps)
         sum_over_ranks(self.run.ranks, [logps])
-        return logps, None, None
+        return logps
 
     def record_learning(self, batch: Batch, logps: Tensor, ratios: Tensor, sums: Mapping[str, float]) -> None:
         """Logs `sums`, the step's means by TRL's names, and how far the engine's log-probs are from `logps` (B, C)."""

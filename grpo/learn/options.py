@@ -40,7 +40,7 @@ def grpo_options(
     return {
         **training_options(s, cuda),
         **{name.lower(): getattr(s, name) for name in GRPO_SETTINGS},
-        # TRL refuses groups of one, which DIRECT_ANSWERS has: the step counts as a group until `Trainer` sets the size.
+        # Nothing reads it but TRL's own check, which refuses groups of one: DIRECT_ANSWERS has these.
         "num_generations": s.PROMPTS_PER_STEP if s.DIRECT_ANSWERS else s.NUM_GENERATIONS,
         # TRL sees the step's completions as one batch; `Learner.micro_batches` cuts it.
         "per_device_train_batch_size": s.completions_per_step,

@@ -11,7 +11,7 @@ from transformers.trainer_callback import TrainerCallback
 from grpo.learn.distributed import sync_stop_signal
 from grpo.process.ending import StopRequest
 from grpo.process.ranks import Ranks
-from grpo.rollout.engine import gpu_used_gib
+from grpo.rollout.engine import Engine, gpu_used_gib
 
 
 class StepTimerCallback(TrainerCallback):
@@ -22,6 +22,7 @@ class StepTimerCallback(TrainerCallback):
         self.parts = {"rollout": 0.0, "reward": 0.0}  # Seconds of each part of this step.
         self.started = self.seconds = 0.0
         self.used_gib = 0.0  # The highest use of the GPU that was read in this step.
+        self.rollout_tokens = 0  # Tokens of the last rollout.
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -30,9 +31,17 @@ class StepTimerCallback(TrainerCallback):
         yield
         self.parts[name] += time.perf_counter() - started
 
-    def figures(self) -> dict[str, float | None]:
-        """Columns of metrics.csv: the times of the last step in seconds, and the GPU's memory in GiB."""
-        return {
+    def figures(self, engine: Engine | None, is_direct: bool) -> dict[str, float | None]:
+        """Columns of metrics.csv about the last step: times in seconds, the GPU's memory in GiB, and what the `engine`
+        reports of a rollout."""
+        rollout_s, figures = self.parts["rollout"], {}
+        for name in ("wake", "handover", "sleep"):
+            seconds = engine.seconds[name] if engine and rollout_s else 0.0
+            figures[f"{name}_s"] = seconds if engine else None
+        figures["sync_share"] = engine.sync_share[0] if engine and engine.sync_share else None
+        has_speed = rollout_s and not is_direct
+        figures["rollout_tokens_per_s"] = self.rollout_tokens / rollout_s if has_speed else None
+        return figures | {
             **{f"{name}_s": seconds for name, seconds in self.parts.items()},
             "learn_s": self.seconds - sum(self.parts.values()),
             "step_s": self.seconds,

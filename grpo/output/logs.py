@@ -14,7 +14,7 @@ import sys
 import textwrap
 import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
@@ -79,6 +79,15 @@ def as_json(logged: Mapping[str, object]) -> str | None:
         return value.tolist() if hasattr(value, "tolist") else str(value)
 
     return json.dumps(logged, ensure_ascii=False, default=plain) if logged else None
+
+
+def tracker_figures(row: Mapping[str, Cell], taken: Collection[str]) -> dict[str, float]:
+    """The numbers of a `row` of metrics.csv that trackers get, and what reward functions logged, under other names
+    where those are `taken`. Names with a slash are left out: TRL logs means of reward functions itself."""
+    logged: dict[str, float] = json.loads(str(row.get(LOG_METRIC) or "{}"))
+    names = {*METRICS, *TRL_FIGURES.values(), *taken}
+    figures = {f"{LOG_METRIC}/{name}" if name in names else name: value for name, value in logged.items()}
+    return figures | {n: value for n, value in row.items() if isinstance(value, (int, float)) and "/" not in n}
 
 
 class CsvLog:
@@ -234,7 +243,6 @@ class RunLog:
         metrics, completions = (folder / name for name in LOGS)
         self.metrics = CsvLog(metrics, [*METRICS, *self.function_columns, *metric_column])
         self.completions = CsvLog(completions, [*COMPLETIONS, *prompt_column, *self.function_columns, *extra_column])
-        self.rates: dict[str, Cell] = {}  # Column -> figure of the last completions.
         with metrics.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.pace = Pace(self.total_steps, settings.EVAL_STEPS, rows, settings.steps_per_rollout)
@@ -250,9 +258,9 @@ class RunLog:
         zero_std_fraction: float,
         expected_share: float | None = None,
         logged: FunctionLog | None = None,
-    ) -> None:
+    ) -> dict[str, Cell]:
         """Writes a step's N completions with their weighted rewards in `totals` (N,) and the `scores` of the F reward
-        functions (N, F), and keeps their rates for `write_step`. `zero_std_fraction`: share of groups that teach
+        functions (N, F); returns the columns of metrics.csv about them. `zero_std_fraction`: share of groups that teach
         nothing; `expected_share`: that of completions with an expected reward, None without EXPECTED_REWARD;
         `logged`: what the functions logged about these completions."""
         logged = logged or FunctionLog(len(completions))
@@ -273,21 +281,22 @@ class RunLog:
             for completion, total, by_function, extra in zip(completions, totals, scores, logged.extra, strict=True)
         )
         shares = {"zero_std_fraction": zero_std_fraction, "expected_share": expected_share}
-        self.rates = {**completion_rates(completions), **shares, LOG_METRIC: as_json(logged.metrics)}
+        rates: dict[str, Cell] = {**completion_rates(completions), **shares, LOG_METRIC: as_json(logged.metrics)}
         if self.direct:
-            self.rates |= dict.fromkeys(GENERATED)
+            rates |= dict.fromkeys(GENERATED)
         for name, values in zip(self.function_columns, zip(*scores, strict=True), strict=True):
             numbers = [value for value in values if not math.isnan(value)]
-            self.rates[name] = fmean(numbers) if numbers else math.nan
+            rates[name] = fmean(numbers) if numbers else math.nan
+        return rates
 
     def sync(self) -> dict[str, tuple[int, str]]:
         """Waits until both CSVs are on the disk; returns their ends by name, for `finish_checkpoint`."""
         return dict(zip(LOGS, (self.metrics.sync(), self.completions.sync()), strict=True))
 
-    def write_step(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """Writes a step's row and line, and warns. `figures`: the columns that `write_completions` did not compute."""
+    def write_step(self, step: int, figures: Mapping[str, Cell]) -> None:
+        """Writes a step's row and line, and warns. `figures`: all columns but step and time."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        row: dict[str, Cell] = {"step": step, "time": now, **self.rates, **figures}
+        row: dict[str, Cell] = {"step": step, "time": now, **figures}
         row |= {name: f"{value:.6g}" for name, value in row.items() if isinstance(value, float)}
         self.metrics.write([row])
         self.pace.add(row)

@@ -175,9 +175,9 @@ def start_engine(
 
 class Engine:
     """One vLLM in this process: awake for rollouts, asleep (level 1) while the trainer learns. Its adapter cannot
-    be stale, because `rollout` syncs the weights every time. `sampling` and `lora_request` are vLLM's SamplingParams
-    and LoRARequest, passed in so that tests can put a stub in vLLM's place. Methods that call vLLM raise EngineError.
-    """
+    be stale, because the sampler syncs the weights for every session. `sampling` and `lora_request` are vLLM's
+    SamplingParams and LoRARequest, passed in so that tests can put a stub in vLLM's place. Methods that call vLLM raise
+    EngineError."""
 
     def __init__(self, llm: Any, sampling: Any, lora_request: Any, settings: Settings, stop_token_ids: Sequence[int]):
         self.llm, self.sampling, self.lora_request, self.settings = llm, sampling, lora_request, settings
@@ -313,14 +313,3 @@ class Engine:
         if len(outputs) != len(prompts):
             raise RuntimeError(f"the engine returned {len(outputs)} of {len(prompts)} requests")
         return outputs
-
-    def rollout(
-        self, policy: Module, prompt_ids: TokenRows, seed: int, active: bool = True, temperature: float | None = None
-    ) -> Generated:
-        """Wakes, syncs the weights (of the base model if not `active`), sleeps again; returns what `generate` does."""
-        self.wake()
-        self.sync_weights(policy, active, seed)
-        completions = self.generate(prompt_ids, seed, temperature=temperature)
-        self.used_gib = gpu_used_gib()
-        self.sleep()
-        return completions

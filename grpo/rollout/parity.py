@@ -20,6 +20,7 @@ from grpo.output.logs import banner_text
 from grpo.phases import Phase
 from grpo.process.ending import RunFailure
 from grpo.rollout.engine import Engine, TokenRows
+from grpo.rollout.sampler import Sampling, VllmSampler
 from grpo.rollout.weight_sync import lora_layers
 from grpo.settings.table import Settings
 
@@ -149,13 +150,13 @@ class MismatchCheck:
         """Yields for fixed and for sampled tokens: the engine's log-probs (N,), NaN where it gave none, and what
         `trainer_logps` needs to compute the same. Not `active`: without the adapter."""
         s = self.settings
-        self.engine.wake()
-        self.engine.sync_weights(self.policy, active)
-        scored = self.engine.score(self.fixed)
         # Nucleus sampling is off, because the trainer does not have its renormalized log-probs.
-        ids, sampled = self.engine.generate(self.prompts, s.SEED, PARITY_SAMPLED, top_p=1.0)
-        self.engine.sleep()
-        rows = [prompt + completion for prompt, completion in zip(self.prompts, ids, strict=True)]
+        sampling = Sampling(s.SEED, s.TEMPERATURE, 1.0, PARITY_SAMPLED, with_adapter=active, with_logps=True)
+        with VllmSampler(self.engine, self.policy).session(sampling) as session:
+            scored = self.engine.score(self.fixed)
+            samples = session.complete(self.prompts)
+        sampled = [sample.logps or [] for sample in samples]
+        rows = [prompt + sample.ids for prompt, sample in zip(self.prompts, samples, strict=True)]
         for kind, values, tokens in (
             (FIXED, scored, (self.fixed, [1] * len(self.fixed), 1.0)),
             (SAMPLED, sampled, (rows, list(map(len, self.prompts)), s.TEMPERATURE)),

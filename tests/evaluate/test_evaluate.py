@@ -19,7 +19,7 @@ from stub_vllm import stub_engine
 
 import train_grpo
 from grpo.common import Problems
-from grpo.evaluate.models import VllmModel
+from grpo.evaluate.models import start_vllm_model
 from grpo.evaluate.progress import Progress
 from grpo.evaluate.saved_adapter import recorded_settings
 from grpo.output.durable import sealed
@@ -115,20 +115,21 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     assert not problems and settings.SEED == 5
     prompts = [RENDERED.format(f"hour 8 store {kwh} load 30") for kwh in (50, 100, 150) for _ in range(2)]
     with_trainer = dataclasses.replace(settings, DRAFT_MODEL="/draft", EXPERTS="shared")
-    model = VllmModel(with_trainer, files, folder, H100, prompts)
-    assert not model.engine.settings.DRAFT_MODEL, "the plan made no room for it"
-    assert model.engine.settings.EXPERTS is None, "there is no trainer to share with"
+    model = start_vllm_model(with_trainer, files, folder, H100, prompts)
+    engine = model.sampler.sampler.engine
+    assert not engine.settings.DRAFT_MODEL, "the plan made no room for it"
+    assert engine.settings.EXPERTS is None, "there is no trainer to share with"
     base, trained = (model.complete(prompts, 2, greedy=True, base=base) for base in (True, False))
     assert len(base) == len(trained) == 6 and base != trained
-    stub = model.engine.llm
+    stub = engine.llm
     assert [request and request.lora_path for request in stub.requests] == [None, str(folder.resolve())]
     assert stub.calls[:2] == ["sleep", "wake_up"] and "sleep" not in stub.calls[2:], "awake from the start on"
     config = read_json(folder / "adapter_config.json")
     (folder / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": ["1.mlp.experts.down_proj"]}))
-    wider = VllmModel(settings, files, folder, H100, prompts).engine.llm.lora_target_modules
+    wider = start_vllm_model(settings, files, folder, H100, prompts).sampler.sampler.engine.llm.lora_target_modules
     assert (stub.lora_target_modules, wider) == (["qkv_proj", "o_proj"], ["qkv_proj", "o_proj", "experts"])
     with pytest.raises(EngineError, match="of the GPU"):
-        VllmModel(settings, files, None, dataclasses.replace(H100, gpu_free=0.0), prompts)
+        start_vllm_model(settings, files, None, dataclasses.replace(H100, gpu_free=0.0), prompts)
 
 
 @pytest.mark.parametrize(("seed", "is_taken"), [("42", True), ("43", False)])

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact probabilities of answers. Run: python -m pytest tests/evaluate/test_exact.py"""
 
-import contextlib
 import dataclasses
 import math
 from collections import Counter
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,12 +12,10 @@ from engines import set_adapter
 from helpers import RENDERED
 from trainers import make, plain_float32
 
-from grpo.data.prompts import sampling_seed
 from grpo.evaluate.exact import ANSWER_TEXT, answer_probabilities
 from grpo.evaluate.heldout_reward import expectation, measure_rewards, trainer_evaluation
-from grpo.evaluate.models import TrainedModel, TransformersModel, VllmModel
+from grpo.evaluate.models import trained_model
 from grpo.output.durable import write_sealed
-from grpo.settings.table import Settings
 
 PROMPTS = [
     RENDERED.format(text) for text in ("hour 8 store 50 load 30", "hour 17 store 9 load 30 co2 41", "hour 8 store 7")
@@ -75,7 +71,7 @@ def test_the_window_of_the_sliding_layers_is_kept(trainer, window):
 def test_sampled_answers_come_as_often_as_they_should(trainer):
     """At EVAL_TEMPERATURE, not at the rollouts'; each share within four standard errors."""
     count, tokenizer = 300, trainer.processing_class
-    model = TrainedModel(trainer)
+    model = trained_model(trainer)
     answers = Counter(tokenizer.batch_decode(model.complete([PROMPTS[0]] * count, count)))
     (exact,) = model.probabilities(PROMPTS[:1], 4, greedy=False, base=False)
     assert exact.max() < 0.99 and exact.sum() > 0.1, "certain answers, or none that can be read, show nothing"
@@ -94,35 +90,21 @@ def test_evaluations_have_random_numbers_of_their_own(tiny, tmp_path):
     evaluation are the same each time, so that steps compare."""
     trainer = make(tiny, tmp_path, TEMPERATURE=1.2, EVAL_TEMPERATURE=1.2, MAX_COMPLETION_LEN=12)
     set_adapter(trainer, 2, 3.0)  # what it writes is hardly ever the same twice
-    model, prompts = TrainedModel(trainer), PROMPTS * 4
+    model, prompts = trained_model(trainer), PROMPTS * 4
     evaluated = model.complete(prompts)
     assert evaluated == model.complete(prompts) != model.complete(prompts, step=1)
-    assert trainer.generate(trainer._tokenize_prompts(prompts)[0], 1, 0)[0] != evaluated
-
-
-@pytest.mark.parametrize("kind", [TransformersModel, VllmModel])
-def test_models_without_a_trainer_use_the_same_random_numbers(kind, monkeypatch):
-    model, streams = object.__new__(kind), []
-    model.settings, model.engine, model.tokenizer = Settings(SEED=7), mock.MagicMock(), mock.MagicMock()
-    model.adapter, model.stops, model.network = None, [], None
-    monkeypatch.setattr(torch, "manual_seed", streams.append)
-    monkeypatch.setattr("grpo.evaluate.models.shared_prefill", mock.Mock(side_effect=ZeroDivisionError))
-    with contextlib.suppress(ZeroDivisionError):  # The seed is set before anything is generated.
-        model.generate(["x"], 1, 3, 0.5, False)
-    streams += [call.args[1] for call in model.engine.generate.call_args_list]
-    assert streams == [sampling_seed(7, 3, "evaluation")] != [sampling_seed(7, 3, "train")]
+    assert [sample.ids for sample in trainer.sample(model.tokenizer(text=prompts)["input_ids"])] != evaluated
 
 
 def test_temperature_0_is_greedy_generation(trainer):
     """Also where the greedy answer cannot be read: there no action has a probability."""
-    before, model = (trainer.generation_config, trainer.generation_kwargs), TrainedModel(trainer)
+    model = trained_model(trainer)
     for strength in (0.02, 3.0):
         set_adapter(trainer, 2, strength)
         texts = model.tokenizer.batch_decode(model.complete(PROMPTS, greedy=True))
         probabilities = model.probabilities(PROMPTS, 4, greedy=True, base=False)
         assert probabilities.tolist() == [[float(text == ANSWER_TEXT.format(k)) for k in range(4)] for text in texts]
     assert not probabilities.any(), "the strong adapter's answers are none"
-    assert before == (trainer.generation_config, trainer.generation_kwargs)
 
 
 def test_held_out_figures_are_expectations(trainer):

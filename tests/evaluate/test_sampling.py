@@ -4,7 +4,7 @@
 import torch
 
 from grpo.common import Problems
-from grpo.evaluate.models import TransformersModel
+from grpo.evaluate.models import load_torch_model
 from grpo.evaluate.tables import answers_by_action
 from grpo.plan.hub import find_model
 from grpo.settings.table import Settings
@@ -13,7 +13,7 @@ from grpo.settings.table import Settings
 def test_evaluations_sample_from_all_tokens():
     """transformers' own default leaves all but the 50 likeliest out, and rollouts do not."""
     settings = Settings(MODEL_ID="tiny", EXPERTS="bf16", MAX_COMPLETION_LEN=1)
-    model = TransformersModel(settings, find_model("tiny", Problems()), None, "eager")
+    model = load_torch_model(settings, find_model("tiny", Problems()), None, "eager")
     with torch.no_grad():  # Nearly equal: of equal ones, the 50 likeliest would be all.
         model.network.lm_head.weight *= 1e-3
     tokens = {ids[0] for ids in model.complete(["hour 8"] * 256, 256)}

@@ -9,12 +9,13 @@ import torch
 from helpers import read_csv
 from ranked import in_ranks
 from test_steps import reward
-from trainers import LOSSES, make, moved_by_training, plain_float32, seed_weights, step_of
-from trl import GRPOTrainer
+from trainers import LOSSES, make, moved_by_training, plain_float32, sample_with, seed_weights, step_of
 
 from grpo.data.prompts import sampling_seed
 from grpo.learn.distributed import RESUME_FILES, ROLLOUT, adapter_parameters, adopt_rank0_state, sync_stop_signal
 from grpo.output.logs import METRICS
+from grpo.rollout.sampler import evaluation_sampling, rollout_sampling
+from grpo.settings.table import Settings
 
 PROMPTS, GROUP, STEPS = 5, 3, 2  # 3 and 2 prompts for two processes; 2, 1, 1 and 1 for four
 TIMES = {"time", "rollout_tokens_per_s", *(name for name in METRICS if name.endswith("_s"))}
@@ -33,14 +34,14 @@ def learned(ranks, tiny, folder, losses=LOSSES, **changes):
     settings = {"TOTAL_STEPS": STEPS, "PROMPTS_PER_STEP": PROMPTS, "NUM_GENERATIONS": GROUP, "BETA": 0.1}
     settings |= {"LEARNING_RATE": 1e-3, "TEMPERATURE": 0.8, "SCALE_REWARDS": "batch", "MASK_TRUNCATED": True}
     trainer = plain_float32(make_on(ranks, tiny, folder, GRADIENT_CHECKPOINTING=False, **settings | changes))
-    trainer.args.adam_epsilon, trainer.reward_funcs = 1e-4, [reward]  # They are those of test_steps.py.
+    trainer.args.adam_epsilon, trainer.scorer.functions = 1e-4, [reward]  # They are those of test_steps.py.
 
-    def rollout(*arguments):
+    def rollout():
         torch.manual_seed(ranks.rank)  # After a real rollout each rank has drawn other noise.
         completions, logps = step_of(trainer, trainer.args.generation_batch_size)
         return completions, None if changes else logps
 
-    trainer._generate_single_turn = rollout
+    sample_with(trainer, rollout)
     moved = []
     for trainer.loss_type in losses:
         seed_weights(trainer.model)
@@ -71,21 +72,22 @@ def generated(ranks, tiny, folder):
     """Completions by seed and batch, in training and in an evaluation that rank 0 alone asks for, and the sizes of the
     batches of this rank."""
     trainer, rows, sizes = make_on(ranks, tiny, folder, MAX_COMPLETION_LEN=12, TEMPERATURE=1.3), {}, []
-    generate = GRPOTrainer._generate_single_turn
+    generate, s = trainer.model.generate, trainer.run.settings
 
-    def counted(self, prompt_ids, *arguments):
-        sizes.append(len(prompt_ids))
-        return generate(self, prompt_ids, *arguments)
+    def counted(**inputs):
+        sizes.append(len(inputs["input_ids"]))
+        return generate(**inputs)
 
-    prompts = trainer._tokenize_prompts([trainer.run.rows[n // 3].prompt for n in range(12)])[0]
+    prompts = trainer.processing_class(text=[trainer.run.rows[n // 3].prompt for n in range(12)])["input_ids"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GRPOTrainer, "_generate_single_turn", counted)
-        for trainer.state.global_step in range(2):
+        patch.setattr(trainer.model, "generate", counted)
+        for step in range(2):
             for size in (12, 5):
                 trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
-                rows[trainer.state.global_step, size] = trainer._generate_single_turn(prompts, None, {}, 3)[0]
-    for temperature in (1.0, 0.0):
-        rows[temperature] = trainer.run_on_rank0(trainer.generate_answers, [prompts[0]] * 4, 1, True, 7, temperature)
+                rows[step, size] = trainer.sampler.sample(prompts, 3, rollout_sampling(s, step))
+    for greedy in (False, True):
+        sampling = evaluation_sampling(s, 7, greedy, base=True)
+        rows[greedy] = trainer.sampler.run_on_rank0(trainer.sampler.answer, [prompts[0]] * 4, 1, sampling)
     return rows, sizes
 
 
@@ -95,34 +97,35 @@ def test_every_rank_draws_its_own_completions(tiny, tmp_path):
     (first, sizes), (second, own_sizes) = in_ranks(2, generated, tiny, tmp_path / "2")
     assert all(first[key] == second[key] for key in first if isinstance(key, tuple)), "all have all of them"
     assert sizes == own_sizes == [6, 3, 3] * 2, "GENERATION_BATCH is what all generate at once"
-    assert first[1.0][:2] != first[1.0][2:], "the second rank's answers to the same prompt are others"
-    assert first[0.0] == alone[0.0], "greedily all are alike"
+    assert first[False][:2] != first[False][2:], "the second rank's answers to the same prompt are others"
+    assert first[True] == alone[True], "greedily all are alike"
 
 
 def beside_engines(ranks, tiny, folder):
     """The calls of the engine of each rank, and the completions that all ranks have afterwards."""
     trainer, calls = make_on(ranks, tiny, folder), []
 
-    def rollout(policy, prompt_ids, seed, active, temperature):
-        calls.append((len(prompt_ids), seed, active, temperature))
-        return [[row[0], 7] for row in prompt_ids], [[-float(row[0]), None] for row in prompt_ids]
+    def generate(prompts, seed, max_tokens, top_p, temperature):
+        calls.append((len(prompts), seed, temperature))
+        return [[row[0], 7] for row in prompts], [[-float(row[0]), None] for row in prompts]
 
-    trainer.run.engine = SimpleNamespace(rollout=rollout, used_gib=0.0)
-    prompts = [[n] for n in range(10)]
-    completions = trainer._generate_single_turn(prompts, None, {}, 2)
-    trainer.run_on_rank0(trainer.generate_answers, prompts[:2], 2, True, 0, 0.5)
-    return calls, completions
+    engine = SimpleNamespace(generate=generate, wake=lambda: None, sleep=lambda: None)
+    engine.sync_weights = lambda policy, active, seed: calls.append(active)
+    trainer.run.engine, s, prompts = engine, trainer.run.settings, [[n] for n in range(10)]
+    samples = trainer.sampler.sample(prompts, 2, rollout_sampling(s, 0))
+    trainer.sampler.run_on_rank0(trainer.sampler.answer, prompts[:2], 2, evaluation_sampling(s, 0, base=True))
+    return calls, [(sample.ids, sample.logps) for sample in samples]
 
 
 def test_each_engine_generates_whole_groups_with_its_own_noise(tiny, tmp_path):
     """Five groups of two for three; a single one is the first rank's. The log-probs come with the tokens, in order."""
     (first, *others) = in_ranks(3, beside_engines, tiny, tmp_path)
-    assert [[rows for rows, *_ in calls] for calls, _ in (first, *others)] == [[4, 2], [4], [2]]
-    seeds = [calls[0][1] for calls, _ in (first, *others)]
+    assert [[call[0] for call in calls[1::2]] for calls, _ in (first, *others)] == [[4, 2], [4], [2]]
+    seeds = [calls[1][1] for calls, _ in (first, *others)]
     assert len(set(seeds)) == 3 and seeds[0] == sampling_seed(3, 0, "train"), "rank 0's is that of one process"
-    assert first[0][1][2:] == (False, 0.5), "the base model's evaluation"
-    expected = [[n, 7] for n in range(10)], [[-float(n), None] for n in range(10)]
-    assert all(tuple(completions) == expected for _, completions in (first, *others))
+    assert [first[0][0], first[0][1][2]] == [True, None] and first[0][2] is False, "the base model's evaluation"
+    assert first[0][3][2] == Settings.EVAL_TEMPERATURE
+    assert all(samples == [([n, 7], [-float(n), None]) for n in range(10)] for _, samples in (first, *others))
 
 
 def diverging(ranks, tiny, folder):

@@ -64,7 +64,8 @@ def trainer_with(tiny, folder, tables=(REWARDS,), ranks=None, rows=None, strengt
 def scored(trainer, texts, logps=None):
     """The batch of a step whose completions are `texts`, with its StepRewards."""
     ids = trainer.processing_class(text=list(texts))["input_ids"]
-    return trainers.score_completions(trainer, ids, logps and logps(ids)), trainer.step_rewards
+    step = trainers.score_completions(trainer, ids, logps and logps(ids))
+    return step.batch, step.answers
 
 
 def step_gradient(trainer, inputs, answers, micro_batch=4, packing="prefix"):
@@ -393,9 +394,9 @@ def test_metrics_say_how_many_learned_so(tiny, tmp_path):
     """A group whose completions agree teaches nevertheless, unless its actions pay the same. The last group cannot be
     read."""
     trainer = trainer_with(tiny, tmp_path, (REWARDS, (0.5, 0.5), REWARDS))
-    scored(trainer, [DIRECT.format(1)] * 4 + ["<|channel|>final<|message|>hour<|return|>"] * 2)
-    assert trainer.run_log.rates["zero_std_fraction"] == pytest.approx(2 / 3)
-    assert trainer.run_log.rates["expected_share"] == pytest.approx(4 / 6)
+    texts = [DIRECT.format(1)] * 4 + ["<|channel|>final<|message|>hour<|return|>"] * 2
+    rates = trainers.score_completions(trainer, trainer.processing_class(text=texts)["input_ids"]).rates
+    assert rates["zero_std_fraction"] == pytest.approx(2 / 3) and rates["expected_share"] == pytest.approx(4 / 6)
 
 
 def learned(ranks, tiny, folder):
@@ -403,7 +404,7 @@ def learned(ranks, tiny, folder):
     changes = {"LEARNING_RATE": 1e-3, "SCALE_REWARDS": "batch", "REWARDS": "action,format=0.3"}
     trainer = trainer_with(tiny, folder, TWO_ROWS * 2, ranks, **changes)
     ids = trainer.processing_class(text=[*READABLE] * 2)["input_ids"]
-    trainer._generate_single_turn = lambda *arguments: (ids, None)
+    trainers.sample_with(trainer, lambda: (ids, None))
     return moved_by_training(trainer)
 
 

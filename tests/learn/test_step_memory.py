@@ -10,7 +10,7 @@ import torch
 from helpers import run_script
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainers import batch, loss_and_gradients, make, step_of
+from trainers import batch, loss_and_gradients, make, sample_with, step_of
 
 from grpo.model.attention import unwrap_peft
 
@@ -57,7 +57,7 @@ def test_a_step_computes_each_micro_batch_once(tiny, tmp_path, beta, checkpointi
     """One forward pass of the model for each micro-batch, and with a KL term the reference's before them. A layer is
     computed once more where it is checkpointed, and not a third time."""
     trainer = make(tiny, tmp_path, BETA=beta, GRADIENT_CHECKPOINTING=checkpointing, TOTAL_STEPS=1, MICRO_BATCH=1)
-    trainer._generate_single_turn = lambda *arguments: step_of(trainer, 4)
+    sample_with(trainer, lambda: step_of(trainer, 4))
     base, forwards, layers = unwrap_peft(trainer.model), [], []  # by call: whether it is for a gradient
     base.model.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
     base.model.layers[0].register_forward_pre_hook(lambda *_: layers.append(torch.is_grad_enabled()))

@@ -4,7 +4,7 @@
 import contextlib
 
 import pytest
-from trainers import LOSSES, apart, make, plain_float32, plain_trl, seed_weights, step_of
+from trainers import LOSSES, apart, make, plain_float32, plain_trl, sample_with, seed_weights, step_of
 
 from grpo.learn.distributed import flat_adapter
 from grpo.learn.trainer import Trainer
@@ -38,13 +38,14 @@ def trained(tiny, folder, loss_type, correction, plain, **changes):
     for layer in trainer.model.get_base_model().model.layers:
         layer.mlp.router.top_k = 4  # Of four experts: rounding cannot exchange one, as it does on some CPUs.
     # AdamW's usual 1e-8 makes a whole step, up or down, of a gradient that is nothing but rounding.
-    trainer.args.adam_epsilon, trainer.args.save_strategy, trainer.reward_funcs = 1e-4, "no", [reward]
+    trainer.args.adam_epsilon, trainer.args.save_strategy = 1e-4, "no"
+    trainer.reward_funcs = trainer.scorer.functions = [reward]
 
-    def rollout(*arguments):
+    def rollout():
         completions, logps = step_of(trainer, trainer.args.generation_batch_size)
         return completions, None if changes else logps
 
-    trainer._generate_single_turn = rollout
+    sample_with(trainer, rollout)
     before = flat_adapter(trainer.model)
     with plain_trl(trainer) if plain else contextlib.nullcontext():
         if plain:

@@ -105,9 +105,10 @@ def test_truncation_agrees_with_trl(tiny, tmp_path, masked):
         ([5, 6, pad], False), ([7] * 3, True), ([stop], False), ([5, 6, other], False),
     ]  # fmt: skip
     completions, truncated = map(list, zip(*cases, strict=True))
-    inputs = score_completions(trainer, completions)
+    step = score_completions(trainer, completions)
+    inputs = step.batch
     assert [row["truncated"] == "1" for row in read_csv(tmp_path / "completions.csv")] == truncated
-    assert trainer._metrics["train"]["completions/clipped_ratio"] == [3 / 8]
+    assert step.metrics["completions/clipped_ratio"] == 3 / 8
     lengths = [0 if masked and cut else len(ids) for ids, cut in cases]
     assert inputs["completion_mask"].sum(1).tolist() == lengths and inputs["num_items_in_batch"] == sum(lengths)
 
@@ -125,10 +126,10 @@ def test_groups_that_teach_nothing_and_completions_that_one_function_leaves_out(
     group alone teaches. A completion that one of two functions leaves out has the reward of the other."""
     specs = "test_trainer:halved=2,test_trainer:one_in_four"
     trainer = make(tiny, tmp_path, PROMPTS_PER_STEP=4, REWARDS=specs)
-    score_completions(trainer, [[5, trainer.eos_token_ids[0]]] * 8)
+    step = score_completions(trainer, [[5, trainer.eos_token_ids[0]]] * 8)
     rewards = [row["reward"] for row in read_csv(tmp_path / "completions.csv")]
     assert rewards == ["1", "1", "0", "2", "1", "1", "nan", "nan"]
-    assert trainer.run_log.rates["zero_std_fraction"] == 3 / 4
+    assert step.rates["zero_std_fraction"] == 3 / 4
 
 
 def logging(completions, *, log_metric, log_extra, **columns):

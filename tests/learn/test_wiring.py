@@ -10,13 +10,14 @@ from expert_models import load
 from helpers import CLEAN, RENDERED
 from machines import CPU
 from peft.tuners.lora import LoraLayer
-from trainers import build, make
+from trainers import build, make, score_completions
 from transformers import TrainerControl, TrainerState
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo.learn.options import GRPO_SETTINGS, TRAINING_SETTINGS
 from grpo.model.load import load_tokenizer
 from grpo.preflight.checks import preflight
+from grpo.rollout.sampler import rollout_sampling
 from grpo.settings.parsing import load_settings, parse_value
 from grpo.settings.table import FIELDS
 
@@ -44,9 +45,9 @@ WIRING = {
     "STEPS_PER_GENERATION": ("4", lambda t: t.args.generation_batch_size / 6),
     "NUM_ITERATIONS": ("5", lambda t: t.num_iterations),
     "NUM_GENERATIONS": ("3", lambda t: t.num_generations),
-    "MAX_COMPLETION_LEN": ("9", lambda t: t.generation_config.max_new_tokens),
-    "TEMPERATURE": ("1.3", lambda t: t.generation_config.temperature),
-    "TOP_P": ("0.9", lambda t: t.generation_config.top_p),
+    "MAX_COMPLETION_LEN": ("9", lambda t: rollout_sampling(t.run.settings, 0).max_tokens),
+    "TEMPERATURE": ("1.3", lambda t: rollout_sampling(t.run.settings, 0).temperature),
+    "TOP_P": ("0.9", lambda t: rollout_sampling(t.run.settings, 0).top_p),
     "TOTAL_STEPS": ("3", lambda t: t.args.max_steps),
     "LEARNING_RATE": ("0.003", lambda t: t.args.learning_rate),
     "WARMUP_STEPS": ("2", lambda t: t.args.warmup_steps),
@@ -155,8 +156,10 @@ def test_the_check_calls_a_reward_function_as_training_does(form, tiny, tmp_path
     assert len(check["prompts"]) == 4 * len(rows), "garbage and two answers to each row that is tried"
     trainer = make(tiny, tmp_path, rows=rows, REWARDS="test_wiring:record")
     numbers = {row.prompt: n for n, row in enumerate(rows)}
-    inputs = [{"row": numbers[name]} for name in check["rendered_prompts"]]
-    trainer._calculate_rewards(inputs, [], [], check["completion_ids"])
+    inputs = [rows[numbers[name]] for name in check["rendered_prompts"]]
+    stops = trainer.eos_token_ids
+    trainer.scorer.group = 1
+    trainer.scorer.score(inputs, check["completion_ids"], trainer.processing_class, stops, trainer.state)
     training = CALLS[1]
     assert training.keys() == check.keys()
     assert_equal_arguments(training, check, check.keys() - {"trainer_state", "log_extra", "log_metric"})
@@ -189,10 +192,10 @@ def test_training_calls_a_reward_function_as_trl_does(form, tiny, tmp_path):
     ids = theirs.processing_class(text=TEXTS)["input_ids"]
     data = [row.columns | {"prompt": row.columns.get("prompt") or row.columns["question"]} for row in rows]
     CALLS.clear()
-    for trainer, inputs in ((theirs, data), (ours, [{"prompt": row.prompt, "row": n} for n, row in enumerate(rows)])):
-        trainer._generate_single_turn = lambda *arguments: (ids, None)
-        trainer.model.train()
-        trainer._generate_and_score_completions([row for row in inputs for _ in range(2)])
+    theirs._generate_single_turn = lambda *arguments: (ids, None)
+    theirs.model.train()
+    theirs._generate_and_score_completions([row for row in data for _ in range(2)])
+    score_completions(ours, ids)
     trl, training = CALLS
     assert trl.keys() <= training.keys()
     assert training.keys() - trl.keys() - {"csv_prompt"} == {"raw_completions", "rendered_prompts", "truncated"}

@@ -10,11 +10,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import triton
-from engines import prompts_of, set_adapter
+from engines import prompts_of, rollout, set_adapter
 from helpers import read_csv
 from machines import H100
 
-from grpo.evaluate.models import TrainedModel
+from grpo.evaluate.models import trained_model
 from grpo.plan.engine_memory import EnginePlan, capture_sizes
 from grpo.plan.hub import REAL_CONFIG, TINY_PATH
 from grpo.plan.machine import GIB
@@ -43,15 +43,15 @@ def test_backends_that_moved_are_unknown():
 def test_a_seed_is_a_rollout(build):
     trainer = build(TEMPERATURE=2.0)
     engine, prompts = trainer.run.engine, prompts_of(trainer)
-    first = engine.rollout(trainer.model, prompts, seed=7)
+    first = rollout(engine, trainer.model, prompts, seed=7)
     torch.rand(5)
-    assert engine.llm.asleep and engine.rollout(trainer.model, prompts, seed=7) == first
-    assert engine.rollout(trainer.model, prompts, seed=8)[0] != first[0]
+    assert engine.llm.asleep and rollout(engine, trainer.model, prompts, seed=7) == first
+    assert rollout(engine, trainer.model, prompts, seed=8)[0] != first[0]
     turns = []
     for trainer.state.global_step in (3, 3, 4):
-        turns.append(trainer._generate_single_turn(prompts, None, {}, 1))
-    assert turns[0] == turns[1] and turns[0][0] != turns[2][0], "the step is the seed"
-    assert [len(v) for v in turns[0][1]] == [len(c) for c in turns[0][0]], "TRL gets the log-probs"
+        turns.append(trainer.sample(prompts))
+    assert turns[0] == turns[1] != turns[2], "the step is the seed"
+    assert all(len(sample.logps) == len(sample.ids) for sample in turns[0])
 
 
 def test_the_metrics_of_steps_beside_the_engine(build, monkeypatch):
@@ -62,7 +62,7 @@ def test_the_metrics_of_steps_beside_the_engine(build, monkeypatch):
     engine = trainer.run.engine
     engine.llm.shift = -0.3
     used = lambda: ((30, 50), (25, 20))[min(trainer.state.global_step, 1)][not engine.llm.asleep]  # noqa: E731
-    for module in ("rollout.engine", "learn.timer"):
+    for module in ("rollout.sampler", "learn.timer"):
         monkeypatch.setattr(f"grpo.{module}.gpu_used_gib", used)
     trainer.train()
     rows = read_csv(trainer.run.folder / "metrics.csv")
@@ -77,17 +77,17 @@ def test_the_metrics_of_steps_beside_the_engine(build, monkeypatch):
 def test_an_evaluation_has_its_own_temperature_and_no_log_probs(build, monkeypatch):
     """Log-probs at another temperature would be misread as the rollouts'; the rollouts keep theirs. An evaluation of
     the base leaves the adapter out."""
-    trainer = build(TEMPERATURE=1.5)
+    trainer = build(TEMPERATURE=1.5, EVAL_TEMPERATURE=0.3)
     set_adapter(trainer, 1)
     engine, prompts, requests, active = trainer.run.engine, prompts_of(trainer), [], []
     run, sync = engine._run, engine.sync_weights
     monkeypatch.setattr(engine, "_run", lambda rows, sampling: requests.append(sampling) or run(rows, sampling))
-    ids, values = engine.rollout(trainer.model, prompts, seed=1, temperature=0.0)
-    assert values == [] and ids == engine.rollout(trainer.model, prompts, 2, temperature=0.0)[0], "greedy"
-    assert engine.rollout(trainer.model, prompts, seed=1)[1]
+    ids, values = rollout(engine, trainer.model, prompts, seed=1, temperature=0.0)
+    assert values == [None] * 4 and ids == rollout(engine, trainer.model, prompts, 2, temperature=0.0)[0], "greedy"
+    assert rollout(engine, trainer.model, prompts, seed=1)[1]
     monkeypatch.setattr(engine, "sync_weights", lambda policy, on, seed: active.append(on) or sync(policy, on, seed))
     for base in (True, False):
-        assert TrainedModel(trainer).generate([row.prompt for row in trainer.run.rows], 1, 0, 0.3, base)
+        assert trained_model(trainer).complete([row.prompt for row in trainer.run.rows], base=base)
     assert active == [False, True]
     asked = [(sampling.temperature, sampling.logprobs) for sampling in requests]
     assert asked == [(0.0, None), (0.0, None), (1.5, 0), (0.3, None), (0.3, None)]
@@ -106,7 +106,7 @@ def test_faults_name_what_failed_and_what_helps(build, call, error, words):
     trainer = build(EXPERTS="bf16")
     trainer.run.engine.llm.fail[call] = (1, error)
     with pytest.raises(EngineError) as caught:
-        trainer.run.engine.rollout(trainer.model, prompts_of(trainer), seed=1)
+        rollout(trainer.run.engine, trainer.model, prompts_of(trainer), seed=1)
     assert caught.value.__cause__ is error and words in str(caught.value)
     assert ("or set EXPERTS=mxfp4" in str(caught.value)) == (call == "wake_up")
 
@@ -116,7 +116,7 @@ def test_log_probs_and_answers_that_are_missing(build, monkeypatch):
     trainer = build()
     engine, prompts = trainer.run.engine, prompts_of(trainer)
     engine.llm.shift = math.nan
-    ids, values = engine.rollout(trainer.model, prompts, seed=1)
+    ids, values = rollout(engine, trainer.model, prompts, seed=1)
     assert values == [[None] * len(row) for row in ids]
     engine.wake()
     engine.sync_weights(trainer.model)

@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 import torch
-from engines import EXACT, apart, digest, prompts_of, set_adapter, trainer_logps
+from engines import EXACT, apart, digest, prompts_of, rollout, set_adapter, trainer_logps
 from stub_vllm import SYNCS
 
 from grpo.rollout import weight_sync
@@ -24,7 +24,7 @@ def test_rollouts_are_sampled_from_the_policy(build, sync, targets):
     policy, engine, prompts = trainer.model, trainer.run.engine, prompts_of(trainer)
     engine.stop_token_ids = list(range(0, 792, 4))
     for active in (True, False):
-        ids, values = engine.rollout(policy, prompts, seed=4, active=active)
+        ids, values = rollout(engine, policy, prompts, 4, active)
         assert [len(row) for row in values] == [len(row) for row in ids] and all(1 <= len(row) <= 8 for row in ids)
         stops = [[token in engine.stop_token_ids for token in row] for row in ids]
         assert any(row[-1] for row in stops) and not any(any(row[:-1]) for row in stops), "a stop token ends, and stays"

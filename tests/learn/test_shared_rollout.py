@@ -65,13 +65,15 @@ def with_engine(trainer):
     """The trainer beside an engine that samples the same tokens with the same log-probs for every caller. Returns the
     list that gets the batch of each step."""
     trainer.run.engine = SimpleNamespace(
-        rollout=lambda policy, prompt_ids, *arguments: step_of(trainer, len(prompt_ids)),
+        generate=lambda prompts, *arguments: step_of(trainer, len(prompts)),
+        wake=lambda: None,
+        sleep=lambda: None,
+        sync_weights=lambda *arguments: None,
         seconds=dict.fromkeys(("wake", "handover", "sleep"), 1.0),
         sync_share=None,
-        used_gib=0.0,
     )
     trainer.args.save_strategy, seen = "no", []
-    trainer.learn = lambda model, part, answers=None: seen.append(part) or Learner.learn(trainer, model, part, answers)
+    trainer.learn = lambda model, part, *others: seen.append(part) or Learner.learn(trainer, model, part, *others)
     return seen
 
 
@@ -88,12 +90,10 @@ def test_vllms_log_probs_are_the_old_ones(tiny, tmp_path):
     and half of the tokens that the rollout counts."""
     trainer = plain_float32(make(tiny, tmp_path, BETA=0.1, TOTAL_STEPS=5, **SHARED))
     seen = with_engine(trainer)
-    compute, computed = trainer._get_per_token_logps_and_entropies, []
-    trainer._get_per_token_logps_and_entropies = lambda *arguments, **options: (
-        computed.append(compute(*arguments, **options)) or computed[-1]
-    )
+    compute, computed = trainer.batch_logps, []
+    trainer.batch_logps = lambda batch, with_adapter: computed.append(with_adapter) or compute(batch, with_adapter)
     trainer.train()
-    assert [logps is not None for logps, *_ in computed] == [False, True] * 2
+    assert computed == [False] * 2
     for part in seen:
         assert part["old_per_token_logps"] is not None and len(part["completion_ids"]) == 4
         torch.testing.assert_close(part["old_per_token_logps"], part["sampling_per_token_logps"], equal_nan=True)
@@ -130,10 +130,10 @@ def test_the_expected_reward_is_that_of_the_policy_that_learns(tiny, tmp_path):
     assert apart(step_gradient(trainer, at_answer, answers), fresh) < 1e-5
     # With a ratio of e at every token of the prefix, the gradient of the prefix alone is e times as large.
     older = inputs | {"old_per_token_logps": policy - (before | ~answers.is_expected[:, None]).float()}
-    by_token, means, slopes = trainer.with_expected_rewards(unwrap_peft(trainer.model), inputs, answers)
+    without_v = trainer.expect(unwrap_peft(trainer.model), inputs, answers)
+    without_v.slopes = torch.zeros_like(without_v.slopes)
     prefix = step_gradient(trainer, older, answers) - fresh
-    without_v = by_token, means, torch.zeros_like(slopes)
-    trainer.with_expected_rewards = lambda *arguments: without_v
+    trainer.expect = lambda *arguments: without_v
     assert apart(prefix, (torch.e - 1) * step_gradient(trainer, inputs, answers)) < 1e-4
 
 

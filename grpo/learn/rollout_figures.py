@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of a rollout, by the names under which TRL logs them to trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from grpo.learn.scorer import Scores
+from grpo.rollout.sampler import Sample
+
+FOLDS: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "min": min, "max": max}
+
+
+def rollout_figures(
+    prompts: Sequence[Sequence[int]],
+    samples: Sequence[Sample],
+    scores: Scores,
+    deviations: Tensor,
+    stops: Collection[int] | None,
+) -> dict[str, float]:
+    """Figures of B completions: `num_tokens` in prompts and completions, lengths, and rewards. `deviations` (B,) are
+    those of each completion's group; `stops` the tokens that end a completion, None with DIRECT_ANSWERS, whose
+    completions have no length that was sampled."""
+    lengths = [len(sample.ids) for sample in samples]
+    figures: dict[str, float] = {"num_tokens": sum(map(len, prompts)) + sum(lengths)}
+    if stops is not None:
+        ended = [length for length, sample in zip(lengths, samples, strict=True) if sample.ids[-1] in stops]
+        for name, values in (("", lengths), ("terminated_", ended or [0])):
+            figures |= {f"completions/{kind}_{name}length": fold(values) for kind, fold in FOLDS.items()}
+        figures["completions/clipped_ratio"] = 1 - len(ended) / len(samples)
+    for name, values in zip(scores.names, scores.by_function.T, strict=True):
+        figures |= {
+            f"rewards/{name}/mean": values.nanmean().item(),
+            f"rewards/{name}/std": nan_deviation(values).item(),
+        }
+    figures |= {"reward": scores.rewards.nanmean().item(), "reward_std": nan_deviation(scores.rewards).item()}
+    figures["frac_reward_zero_std"] = (deviations.abs() <= 1e-8).float().mean().item()
+    return figures
+
+
+def nan_deviation(values: Tensor) -> Tensor:
+    """The standard deviation (with n - 1) over the last dimension, of all but NaN; NaN of fewer than two numbers, and 0
+    where the dimension has one place alone."""
+    if values.size(-1) == 1:
+        return torch.zeros(values.shape[:-1], device=values.device)
+    count = (~values.isnan()).sum(-1)
+    variance = (values - values.nanmean(-1, keepdim=True)).square().nanmean(-1) * (count / (count - 1))
+    return variance.where(count > 1, torch.nan).sqrt()

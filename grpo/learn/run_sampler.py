@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What writes the completions of a run, over all its processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
+
+from grpo.learn.context import RunContext
+from grpo.model.attention import unwrap_peft
+from grpo.plan.memory import micro_batch_tokens
+from grpo.reward.lookup import action_tokens
+from grpo.rollout.sampler import DirectSampler, RankedSampler, Sampler, TransformersSampler, VllmSampler
+
+
+def run_sampler(
+    run: RunContext,
+    policy: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Sequence[int],
+    autocast: Callable[[], contextlib.AbstractContextManager[object]],
+) -> RankedSampler:
+    """By DIRECT_ANSWERS a choice of tokens, else vLLM if the run has it, else transformers. `autocast` makes the
+    context in which the learner's own passes run."""
+    base, share = unwrap_peft(policy), run.packing == "prefix"
+
+    def token_limit(longest_prompt: int) -> int:
+        return micro_batch_tokens(run.settings, run.plan.micro_batch, longest_prompt, share)
+
+    sampler: Sampler
+    if run.settings.DIRECT_ANSWERS:
+        actions = action_tokens(tokenizer, max(len(row.rewards) for row in run.rows))
+        sampler = DirectSampler(base, policy, tokenizer, actions, run.attention, token_limit, share, autocast)
+    elif run.engine is not None:
+        sampler = VllmSampler(run.engine, policy)
+    else:
+        at_once = -(-run.plan.generation_batch // run.ranks.size)
+        sampler = TransformersSampler(base, policy, tokenizer, stops, at_once)
+    return RankedSampler(sampler, run.ranks)

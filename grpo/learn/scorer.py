@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores the completions of a step: calls the reward functions, looks up what other actions earn, and writes
+completions.csv."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainerState
+
+from grpo.common import log
+from grpo.data.files import Row
+from grpo.learn.expected_reward import StepRewards
+from grpo.output.logs import Cell, FunctionLog, RunLog
+from grpo.process.ranks import Ranks
+from grpo.reward.lookup import AnswerRewards, RewardLookup, expected_text
+from grpo.reward.scoring import Reward, partial_none_text, read_completions, score
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The rewards of a step's B completions."""
+
+    names: Sequence[str]  # of the F functions
+    by_function: Tensor  # (B, F), NaN where a function left a completion out
+    rewards: Tensor  # (B,): weighted sums
+    answers: StepRewards | None  # The rewards of all actions, with EXPECTED_REWARD.
+    rates: dict[str, Cell]  # Columns of metrics.csv about these completions; empty on ranks other than 0.
+
+
+def weighted_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum (B,) of rewards (B, F), in which NaN counts as 0; NaN where every function gave NaN."""
+    return (by_function * weights).nansum(dim=1).masked_fill(by_function.isnan().all(dim=1), torch.nan)
+
+
+class Scorer:
+    """The reward functions of a run, with their weights. Rank 0 calls them for all ranks, because a function may be
+    random or ask a judge. Checks and evaluations call them by the same `score`."""
+
+    def __init__(
+        self,
+        functions: Sequence[Reward],
+        names: Sequence[str],
+        weights: Sequence[float],
+        columns: Sequence[str],
+        lookup: RewardLookup | None,
+        run_log: RunLog | None,
+        ranks: Ranks,
+        device: torch.device,
+        group: int,
+        is_direct: bool,
+    ):
+        """`columns` are the names of all columns; `lookup` is None without EXPECTED_REWARD, `run_log` on ranks other
+        than 0; `group` is the number of completions of a prompt."""
+        self.functions, self.names, self.columns, self.lookup = list(functions), list(names), columns, lookup
+        self.weights = torch.tensor(weights, dtype=torch.float32, device=device)
+        self.run_log, self.ranks, self.device, self.group, self.is_direct = run_log, ranks, device, group, is_direct
+        self.has_told_none = False  # Whether the log says what a None beside other rewards counts as.
+        self.has_told_expected = False  # Whether it says how many completions learn from their expected reward.
+
+    def score(
+        self,
+        rows: Sequence[Row],
+        ids: list[list[int]],
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[int],
+        state: TrainerState,
+    ) -> Scores:
+        """The scores of the completions `ids` of `rows`. Raises RewardError."""
+        rates: dict[str, Cell] = {}
+        if self.run_log is None:
+            values, answer_values = self.ranks.broadcast()
+            answers = [AnswerRewards(*answer) for answer in answer_values]
+        else:
+            completions = read_completions(tokenizer, stops, rows, ids)
+            # TRL's own would put a metric called `reward` among the values of its own, and drops what log_extra gets.
+            logged = FunctionLog(len(completions))
+            log_functions = logged.log_extra, logged.log_metric
+            values = score(self.functions, completions, ids, self.columns, state, *log_functions)
+            if not self.has_told_none and (text := partial_none_text(self.names, values)):
+                self.has_told_none = True
+                log.warning("%s", text)
+            answers = []
+            if self.lookup:
+                by_row = self.is_direct
+                look_up = self.lookup
+                answers = (
+                    look_up.look_up_rows(rows, state) if by_row else look_up.look_up(completions, ids, values, state)
+                )
+            if answers and not self.has_told_expected:
+                self.has_told_expected = True
+                log.info("%s", expected_text(completions, answers))
+            per_function = torch.tensor(values, dtype=torch.float32, device=self.device)
+            values, rewards = per_function.tolist(), weighted_rewards(per_function, self.weights)
+            expected = sum(answer.position >= 0 for answer in answers) / len(answers) if answers else None
+            step, zero_std = state.global_step + 1, 1 - self.teaching_share(rewards, answers)
+            rates = self.run_log.write_completions(
+                step, completions, rewards.tolist(), values, zero_std, expected, logged
+            )
+            self.ranks.broadcast([values, [dataclasses.astuple(answer) for answer in answers]])
+        by_function = torch.tensor(values, dtype=torch.float32, device=self.device)
+        stacked = StepRewards.stack(answers, self.device) if answers else None
+        return Scores(self.names, by_function, weighted_rewards(by_function, self.weights), stacked, rates)
+
+    def teaching_share(self, rewards: Tensor, answers: Sequence[AnswerRewards]) -> float:
+        """Share of the groups in which rewards, or the rewards of actions, differ.
+
+        TRL's own figure is the batch's with SCALE_REWARDS=batch, and leaves out groups of fewer than two rewards."""
+        groups = rewards.view(-1, self.group)
+        teaches = groups.nan_to_num(nan=-math.inf).amax(1) > groups.nan_to_num(nan=math.inf).amin(1)
+        if answers:
+            differing = [len(set(answer.gains)) > 1 for answer in answers]
+            teaches |= torch.tensor(differing, device=teaches.device).view(groups.shape).any(1)
+        return teaches.float().mean().item()

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of GRPO on one screen: from rows to what the learner needs (DeepSeekMath, 2402.03300, section 4.1).
+
+    sample      G completions of every prompt, from the present policy
+    score       the weighted sum of what the reward functions give each completion
+    advantages  how much better a completion is than its group
+    reference   log-probs of the base model, where a KL divergence holds the policy near it (BETA)
+
+The learner (learner.py) makes a gradient of it. The tests compare every part with TRL's GRPOTrainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from grpo.data.files import Row
+from grpo.learn.expected_reward import StepRewards
+from grpo.learn.rollout_figures import nan_deviation, rollout_figures
+from grpo.learn.scorer import Scores
+from grpo.output.logs import Cell
+from grpo.rollout.sampler import Sample
+from grpo.settings.table import Settings
+
+Batch = dict[str, Tensor]  # The tensors of a step, or of some of its completions, by TRL's names.
+EPSILON = 1e-4  # TRL adds it to the deviation that it divides by.
+
+
+@dataclass(frozen=True)
+class Step:
+    """The scored completions of a rollout, and what the logs say about them in each step that learns from them.
+
+    `batch` holds `prompt_ids` (B, P), padded on the left, `completion_ids` (B, C), padded on the right, their masks,
+    `advantages` (B,) and `num_items_in_batch` (), the tokens that count. Where they are known it also holds
+    `sampling_per_token_logps` (vLLM's), `ref_per_token_logps` (with BETA) and `old_per_token_logps` (where several
+    steps share a rollout), each (B, C), NaN where unknown."""
+
+    batch: Batch
+    answers: StepRewards | None  # With EXPECTED_REWARD: the rewards of all actions.
+    metrics: dict[str, float]  # Figures by TRL's names.
+    rates: dict[str, Cell]  # Columns of metrics.csv.
+    # (B, K): the actions' probabilities when the answers were chosen, with DIRECT_ANSWERS; zeros for other ranks' rows.
+    probabilities: Tensor | None = None
+
+
+def new_step(
+    rows: Sequence[Row],
+    prompts: Sequence[Sequence[int]],
+    sample: Callable[[Sequence[Sequence[int]]], list[Sample]],
+    score: Callable[[Sequence[Row], list[list[int]]], Scores],
+    logps: Callable[[Batch, bool], Tensor],
+    s: Settings,
+    scale_rewards: str,
+    device: torch.device,
+    padding: int,
+    stops: Sequence[int],
+) -> Step:
+    """Samples and scores a completion for each of B rows, which stand in groups of NUM_GENERATIONS, and their `prompts`
+    as token ids. `logps` computes log-probs (B, C) of a batch, with the adapter or without. Raises RewardError."""
+    samples = sample(prompts)
+    scores = score(rows, [completion.ids for completion in samples])
+    batch = to_tensors(prompts, samples, s, device, padding, stops)
+    advantages, deviations = group_advantages(scores.rewards, s.NUM_GENERATIONS, scale_rewards)
+    batch["advantages"] = advantages
+    if s.steps_per_rollout > 1:  # Otherwise the policy that learns is the one that sampled, and the ratio is 1.
+        sampled = batch.get("sampling_per_token_logps")
+        batch["old_per_token_logps"] = logps(batch, True) if sampled is None else sampled
+    if s.BETA:
+        batch["ref_per_token_logps"] = logps(batch, False)
+    metrics = rollout_figures(prompts, samples, scores, deviations, None if s.DIRECT_ANSWERS else [*stops, padding])
+    return Step(batch, scores.answers, metrics, scores.rates, action_probabilities(samples))
+
+
+def group_advantages(rewards: Tensor, group: int, scale_rewards: str) -> tuple[Tensor, Tensor]:
+    """(advantages, deviations), both (B,), of rewards (B,) whose groups are consecutive. `scale_rewards`: `group`,
+    `batch` or `none`. A completion that every function left out (NaN) does not count, and has the advantage 0."""
+    groups = rewards.view(-1, group)
+    mean = groups.nanmean(1).repeat_interleave(group)
+    if scale_rewards == "batch":
+        deviation = nan_deviation(rewards).expand_as(rewards)
+    else:
+        deviation = nan_deviation(groups).repeat_interleave(group)
+    advantages = rewards - mean
+    if scale_rewards != "none":
+        advantages = advantages / (deviation + EPSILON)
+    return advantages.nan_to_num(nan=0.0), deviation
+
+
+def to_tensors(
+    prompts: Sequence[Sequence[int]],
+    samples: Sequence[Sample],
+    s: Settings,
+    device: torch.device,
+    padding: int,
+    stops: Sequence[int],
+) -> Batch:
+    """The `batch` of a Step without advantages, old and reference log-probs."""
+    # With DIRECT_ANSWERS the tokens behind the first were not sampled: neither loss nor entropy may count them.
+    completions = [completion.ids[:1] if s.DIRECT_ANSWERS else completion.ids for completion in samples]
+    batch: Batch = {}
+    for kind, token_rows, side in (("prompt", prompts, "left"), ("completion", completions, "right")):
+        ids, masks = (
+            [torch.tensor(row) for row in token_rows],
+            [torch.ones(len(row), dtype=torch.int64) for row in token_rows],
+        )
+        batch[f"{kind}_ids"] = pad_sequence(ids, True, padding, side).to(device)
+        batch[f"{kind}_mask"] = pad_sequence(masks, True, 0, side).to(device)
+    if s.MASK_TRUNCATED:
+        ended = torch.tensor([completion.ids[-1] in (*stops, padding) for completion in samples], device=device)
+        batch["completion_mask"] = batch["completion_mask"] * ended[:, None]
+    batch["num_items_in_batch"] = batch["completion_mask"].sum()
+    if (known := [sample.logps for sample in samples if sample.logps is not None]) and len(known) == len(samples):
+        logps = [torch.tensor([torch.nan if value is None else value for value in row]) for row in known]
+        batch["sampling_per_token_logps"] = pad_sequence(logps, True, 0.0).to(device)
+    return batch
+
+
+def action_probabilities(samples: Sequence[Sample]) -> Tensor | None:
+    """The probabilities (B, K) that samples come with; zeros for those of other ranks, None if no sample has any."""
+    known = [sample.probabilities for sample in samples if sample.probabilities is not None]
+    if not known:
+        return None
+    return torch.stack([torch.zeros_like(known[0]) if p is None else p for p in (x.probabilities for x in samples)])

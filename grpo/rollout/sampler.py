@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One interface to what writes completions: vLLM, transformers, or a choice of one token (DIRECT_ANSWERS).
+
+Training, evaluation, scripts/ask.py and the mismatch check all sample through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo.data.prompts import sampling_seed
+from grpo.model.attention import using_attention
+from grpo.model.load import evaluating
+from grpo.phases import LINE_S, Phase
+from grpo.process.ranks import Ranks
+from grpo.rollout.decode import shared_prefill
+from grpo.rollout.direct import choose_tokens, close_answers
+from grpo.rollout.engine import Engine, gpu_used_gib
+from grpo.settings.table import Settings
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn."""
+
+    seed: int  # of torch's global generator, from which every sampler draws
+    temperature: float  # 0: always the likeliest token
+    top_p: float
+    max_tokens: int
+    with_adapter: bool = True
+    with_logps: bool = False  # Whether log-probs of the sampled tokens are wanted; only vLLM has them.
+
+
+def rollout_sampling(s: Settings, step: int) -> Sampling:
+    """How the completions are drawn from which the step after `step` learns."""
+    seed = sampling_seed(s.SEED, step, "train")
+    return Sampling(seed, s.TEMPERATURE, s.TOP_P, s.MAX_COMPLETION_LEN, with_logps=True)
+
+
+def evaluation_sampling(s: Settings, step: int, greedy: bool = False, base: bool = False) -> Sampling:
+    """How an evaluation draws, at EVAL_TEMPERATURE or greedily, of the `base` model without its adapter. Random numbers
+    depend on SEED and `step` alone, so they are the same for every model."""
+    seed, temperature = sampling_seed(s.SEED, step, "evaluation"), 0.0 if greedy else s.EVAL_TEMPERATURE
+    return Sampling(seed, temperature, s.TOP_P, s.MAX_COMPLETION_LEN, with_adapter=not base)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion of a prompt."""
+
+    ids: list[int]  # the tokens, with the one that ends the completion
+    logps: list[float | None] | None = None  # of each token after temperature, None for NaN; None: not known
+    probabilities: Tensor | None = None  # (K,): of the run's actions at the only token, with DIRECT_ANSWERS
+
+
+class Session:
+    """Prompts go in one by one, and samples come out one by one. Others may go in before the last has come out."""
+
+    def __init__(self, answer: Callable[[Sequence[Tokens]], Iterable[Sample]]):
+        """`answer` yields a sample of each of some prompts, in order."""
+        self.answer = answer
+        self.waiting: list[tuple[int, Tokens]] = []
+        self.count = 0
+
+    def submit(self, prompt: Tokens) -> int:
+        """Takes a prompt, as token ids. Returns the number under which its sample comes out."""
+        self.waiting.append((self.count, prompt))
+        self.count += 1
+        return self.count - 1
+
+    def samples(self) -> Iterator[tuple[int, Sample]]:
+        """Yields the sample of every prompt that was submitted, also of those that are submitted meanwhile."""
+        while self.waiting:
+            numbers, prompts = zip(*self.waiting, strict=True)
+            self.waiting.clear()
+            yield from zip(numbers, self.answer(prompts), strict=True)
+
+    def complete(self, prompts: Sequence[Tokens]) -> list[Sample]:
+        """A sample of each prompt, in order. Equal prompts get a sample each."""
+        numbers = list(map(self.submit, prompts))
+        samples = dict(self.samples())
+        return [samples[number] for number in numbers]
+
+
+class Sampler(ABC):
+    """Draws completions from a model, with its adapter or without."""
+
+    @abstractmethod
+    def session(self, sampling: Sampling) -> contextlib.AbstractContextManager[Session]:
+        """Makes the model ready to sample inside the block."""
+
+    def sample(self, prompts: Sequence[Tokens], sampling: Sampling) -> list[Sample]:
+        """A sample of each prompt, in order."""
+        with self.session(sampling) as session:
+            return session.complete(prompts)
+
+
+class VllmSampler(Sampler):
+    """The `engine`, which sleeps while the trainer learns and gets the adapter of its `policy` for each session.
+
+    What has been submitted goes to vLLM at once, which schedules it. Raises EngineError."""
+
+    def __init__(self, engine: Engine, policy: PeftModel):
+        self.engine, self.policy = engine, policy
+
+    @contextlib.contextmanager
+    def session(self, sampling: Sampling) -> Iterator[Session]:
+        self.engine.wake()
+        self.engine.sync_weights(self.policy, sampling.with_adapter, sampling.seed)
+        yield Session(lambda prompts: engine_samples(self.engine, prompts, sampling))
+        self.engine.used_gib = gpu_used_gib()
+        self.engine.sleep()
+
+
+class AwakeVllmSampler(Sampler):
+    """An `engine` without a trainer beside it, which stays awake, and the folder of a saved `adapter`."""
+
+    def __init__(self, engine: Engine, adapter: Path | None):
+        self.engine, self.adapter = engine, adapter
+
+    @contextlib.contextmanager
+    def session(self, sampling: Sampling) -> Iterator[Session]:
+        self.engine.use_adapter(self.adapter if sampling.with_adapter else None)
+        yield Session(lambda prompts: engine_samples(self.engine, prompts, sampling))
+
+
+def engine_samples(engine: Engine, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[Sample]:
+    """The awake engine's samples of some prompts."""
+    temperature = None if sampling.with_logps else sampling.temperature
+    ids, logps = engine.generate(prompts, sampling.seed, sampling.max_tokens, sampling.top_p, temperature)
+    for n, tokens in enumerate(ids):
+        yield Sample(tokens, logps[n] if sampling.with_logps else None)
+
+
+class TransformersSampler(Sampler):
+    """`generate` of transformers, with eager attention, which is exact at any length; `at_once` prompts at a time.
+
+    `network` is the gpt-oss into which PEFT puts the adapter, `policy` the same with the adapter if there is one."""
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        policy: PeftModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[int],
+        at_once: int,
+    ):
+        self.network, self.policy, self.tokenizer = network, policy, tokenizer
+        self.stops, self.at_once = list(stops), at_once
+
+    @contextlib.contextmanager
+    def session(self, sampling: Sampling) -> Iterator[Session]:
+        torch.manual_seed(sampling.seed)
+        network = self.network
+        attention, prefill = using_attention(network, "eager"), shared_prefill(network)
+        with attention, evaluating(network), adapter_disabled(self.policy, sampling), prefill:
+            yield Session(lambda prompts: self.generate(prompts, sampling))
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[Sample]:
+        """Yields the samples of `at_once` prompts after the other."""
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": sampling.max_tokens}
+        if sampling.temperature:
+            options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        options |= {"eos_token_id": self.stops, "pad_token_id": self.tokenizer.pad_token_id, "disable_compile": True}
+        model: Any = self.policy or self.network  # PeftModel forwards `generate`, but its type does not say so.
+        with Phase("generating", "completion", len(prompts), LINE_S) as phase:
+            for start in range(0, len(prompts), self.at_once):
+                rows = {"input_ids": [list(prompt) for prompt in prompts[start : start + self.at_once]]}
+                batch = self.tokenizer.pad(rows, padding_side="left", return_tensors="pt").to(self.network.device)
+                for row in model.generate(**batch, **options)[:, batch["input_ids"].shape[1] :].tolist():
+                    end = next((n for n, token in enumerate(row) if token in self.stops), len(row))
+                    yield Sample(row[: end + 1])
+                    phase.done += 1
+
+
+class DirectSampler(Sampler):
+    """The choice of one token behind each prompt (DIRECT_ANSWERS), from a pass of the learner's own model.
+
+    `actions` are the tokens whose probabilities samples have; `token_limit` says how many tokens a pass may take, given
+    the length of the longest prompt."""
+
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        policy: PeftModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        actions: Sequence[int],
+        attention: str,
+        token_limit: Callable[[int], int],
+        share: bool = True,
+        autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ):
+        self.network, self.policy, self.tokenizer, self.actions = network, policy, tokenizer, actions
+        self.attention, self.token_limit, self.share, self.autocast = attention, token_limit, share, autocast
+
+    @contextlib.contextmanager
+    def session(self, sampling: Sampling) -> Iterator[Session]:
+        torch.manual_seed(sampling.seed)
+        with adapter_disabled(self.policy, sampling):
+            yield Session(lambda prompts: self.choose(prompts, sampling.temperature))
+
+    def choose(self, prompts: Sequence[Tokens], temperature: float) -> Iterator[Sample]:
+        """Yields the answers to the prompts."""
+        tokens, probabilities = self.choices(prompts, temperature, self.actions)
+        for ids, chances in zip(close_answers(tokens, self.tokenizer), probabilities, strict=True):
+            yield Sample(ids, None, chances)
+
+    def choices(self, prompts: Sequence[Tokens], temperature: float, actions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """What `choose_tokens` returns for these prompts and `actions`."""
+        limit = self.token_limit(max(map(len, prompts), default=0))
+        with self.autocast():
+            return choose_tokens(self.network, prompts, actions, temperature, self.attention, limit, self.share)
+
+
+def adapter_disabled(policy: PeftModel | None, sampling: Sampling) -> contextlib.AbstractContextManager[None]:
+    """Turns the adapter of `policy`, if there is one, off inside the block unless `sampling` is with it."""
+    return policy.disable_adapter() if policy and not sampling.with_adapter else contextlib.nullcontext()
+
+
+class RankedSampler:
+    """The samplers of all processes of a run as one: each takes its share of the prompts, and all get all samples."""
+
+    def __init__(self, sampler: Sampler, ranks: Ranks):
+        self.sampler, self.ranks = sampler, ranks
+
+    def sample(self, prompts: Sequence[Tokens], group: int, sampling: Sampling) -> list[Sample]:
+        """A sample of each prompt, which stands `group` times in a row. All ranks must call this. Samples of other
+        ranks come without probabilities."""
+        own = self.ranks.share_out(len(prompts), group)
+        seeded = replace(sampling, seed=sampling.seed + self.ranks.rank)
+        samples = self.sampler.sample(prompts[own.start : own.stop], seeded) if own else []
+        shared = self.ranks.share([(sample.ids, sample.logps) for sample in samples])
+        return [
+            samples[n] if rank == self.ranks.rank else Sample(*values)
+            for rank, part in enumerate(shared)
+            for n, values in enumerate(part)
+        ]
+
+    def answer(self, prompts: Sequence[Tokens], group: int, sampling: Sampling) -> list[Sample]:
+        """Like `sample`, but rank 0 calls it alone, inside `run_on_rank0`, and makes the other ranks take part."""
+        if not self.ranks.rank:
+            self.ranks.broadcast([[list(prompt) for prompt in prompts], group, asdict(sampling)])
+        return self.sample(prompts, group, sampling)
+
+    def run_on_rank0(
+        self, function: Callable[Arguments, Result], *arguments: Arguments.args, **options: Arguments.kwargs
+    ) -> Result | None:
+        """Calls a function on rank 0 alone, which may call `answer`. Returns the function's result on rank 0, None on
+        the others. If it raises, rank 0 must end, as the others wait for it."""
+        if self.ranks.rank:
+            self.serve_rank0()
+            return None
+        result = function(*arguments, **options)
+        self.ranks.broadcast()
+        return result
+
+    def serve_rank0(self) -> None:
+        """On ranks other than 0, takes part in the answers that a function on rank 0 asks for, until that function
+        returns. Raises RankLost with its exit code if the process of rank 0 ends instead."""
+        while request := self.ranks.broadcast():
+            prompts, group, sampling = request
+            self.answer(prompts, group, Sampling(**sampling))
