@@ -55,15 +55,16 @@ def new_step(
     logps: Callable[[Batch, bool], Tensor],
     s: Settings,
     scale_rewards: str,
-    device: torch.device,
     padding: int,
     stops: Sequence[int],
 ) -> Step:
-    """Samples and scores a completion for each of B rows, which stand in groups of NUM_GENERATIONS, and their `prompts`
-    as token ids. `logps` computes log-probs (B, C) of a batch, with the adapter or without. Raises RewardError."""
+    """The step of B rows, which stand in groups of NUM_GENERATIONS, and their `prompts` as token ids.
+
+    `sample` completes prompts, `score` rewards completions, and `logps` computes log-probs (B, C) of a batch, with the
+    adapter or without. `padding` and `stops` are the tokens that fill up a row and end a completion."""
     samples = sample(prompts)
     scores = score(rows, [completion.ids for completion in samples])
-    batch = to_tensors(prompts, samples, s, device, padding, stops)
+    batch = to_tensors(prompts, samples, s, scores.rewards.device, padding, stops)
     advantages, deviations = group_advantages(scores.rewards, s.NUM_GENERATIONS, scale_rewards)
     batch["advantages"] = advantages
     if s.steps_per_rollout > 1:  # Otherwise the policy that learns is the one that sampled, and the ratio is 1.
@@ -103,12 +104,9 @@ def to_tensors(
     completions = [completion.ids[:1] if s.DIRECT_ANSWERS else completion.ids for completion in samples]
     batch: Batch = {}
     for kind, token_rows, side in (("prompt", prompts, "left"), ("completion", completions, "right")):
-        ids, masks = (
-            [torch.tensor(row) for row in token_rows],
-            [torch.ones(len(row), dtype=torch.int64) for row in token_rows],
-        )
+        ids = [torch.tensor(row) for row in token_rows]
         batch[f"{kind}_ids"] = pad_sequence(ids, True, padding, side).to(device)
-        batch[f"{kind}_mask"] = pad_sequence(masks, True, 0, side).to(device)
+        batch[f"{kind}_mask"] = pad_sequence([torch.ones_like(row) for row in ids], True, 0, side).to(device)
     if s.MASK_TRUNCATED:
         ended = torch.tensor([completion.ids[-1] in (*stops, padding) for completion in samples], device=device)
         batch["completion_mask"] = batch["completion_mask"] * ended[:, None]
@@ -124,4 +122,5 @@ def action_probabilities(samples: Sequence[Sample]) -> Tensor | None:
     known = [sample.probabilities for sample in samples if sample.probabilities is not None]
     if not known:
         return None
-    return torch.stack([torch.zeros_like(known[0]) if p is None else p for p in (x.probabilities for x in samples)])
+    zeros = torch.zeros_like(known[0])
+    return torch.stack([zeros if sample.probabilities is None else sample.probabilities for sample in samples])

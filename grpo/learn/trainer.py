@@ -130,7 +130,8 @@ class Trainer(Learner):
         return loss
 
     def new_rollout(self, rows: Sequence[Row]) -> Step:
-        """Samples and scores a completion for each of `rows`, in groups, for all steps that share them."""
+        """Samples and scores a completion for each of `rows`, in groups, for all steps that share them. Raises
+        RewardError."""
         prompts = self._tokenizer(text=[row.prompt for row in rows])["input_ids"]
         run, padding, stops = self.run, self._tokenizer.pad_token_id, self.eos_token_ids
 
@@ -138,10 +139,8 @@ class Trainer(Learner):
             with self.timer.part("reward"):
                 return self.scorer.score(rows, ids, self._tokenizer, stops, self.state)
 
-        device, scale = self.accelerator.device, self.scale_rewards
-        return new_step(
-            rows, prompts, self.sample, score, self.batch_logps, run.settings, scale, device, padding, stops
-        )
+        s, scale = run.settings, self.scale_rewards
+        return new_step(rows, prompts, self.sample, score, self.batch_logps, s, scale, padding, stops)
 
     def sample(self, prompts: Sequence[Sequence[int]]) -> list[Sample]:
         """The rollout of the next step: a completion of each prompt, which stands NUM_GENERATIONS times in a row."""
