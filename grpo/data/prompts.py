@@ -15,8 +15,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from grpo.common import InputError, Problems, format_exception, nearest_hint, one_line
-from grpo.data.files import HARMONY_TOKEN, Messages, Row
+from grpo.data.files import Messages, Row
 from grpo.data.formats import Cell, read_literal
+from grpo.harmony import ANSWER_BEFORE, FINAL, RETURN, TOKEN, open_answer, opened_turn
 from grpo.phases import with_progress
 from grpo.settings.parsing import parse_value
 from grpo.settings.table import Settings
@@ -30,21 +31,6 @@ TEMPLATE_COLUMNS: list[tuple[str, type, str]] = [
     ("tools", list, "a list of functions as JSON schemas"),
     ("chat_template_kwargs", dict, "an object"),
 ]
-ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
-
-
-def opened_turn(prompt: str) -> str:
-    """The part of the assistant's turn that a rendered prompt ends with, such as `<|channel|>final`."""
-    return prompt.rpartition("<|start|>assistant")[2]
-
-
-def open_answer(prompt: str) -> str:
-    """Extend a rendered prompt so that it ends in ANSWER_BEFORE and the next token names the action (DIRECT_ANSWERS).
-    Raises ValueError if the prompt opens another channel."""
-    opened = opened_turn(prompt)
-    if not ANSWER_BEFORE.startswith(opened):
-        raise ValueError(f"the prompt ends with {opened[-80:]!r}, which {ANSWER_BEFORE!r} does not begin with")
-    return prompt + ANSWER_BEFORE.removeprefix(opened)
 
 
 def answer_of(row: Row, direct: bool = False) -> str | None:
@@ -56,14 +42,14 @@ def answer_of(row: Row, direct: bool = False) -> str | None:
     if not text and len(set(values)) < 2:
         return None
     if not text.startswith("<|channel|>"):
-        text = ANSWER_BEFORE[:-1] + (text or f"[{values.index(max(values))}]")
+        text = FINAL + (text or f"[{values.index(max(values))}]")
     role, prompt = row.messages[0]
     opened = opened_turn(prompt) if role == "rendered" else ""
     if direct:
         opened = ANSWER_BEFORE
     if not text.startswith(opened):
         raise ValueError(f"the prompt opens {opened!r}, and the answer begins with {text[: len(opened)]!r}")
-    return text.removeprefix(opened).removesuffix(ANSWER_AFTER[1:]) + ANSWER_AFTER[1:]
+    return text.removeprefix(opened).removesuffix(RETURN) + RETURN
 
 
 def render(
@@ -110,7 +96,7 @@ def template_arguments(row: Row, template: str) -> dict[str, Cell]:
     if unknown:
         near = nearest_hint(unknown[0], template_variables(template))
         raise InputError(f"the model's chat template takes no {', '.join(unknown)}{near}")
-    if tokens := dict.fromkeys(HARMONY_TOKEN.findall(json.dumps(arguments, default=str))):
+    if tokens := dict.fromkeys(TOKEN.findall(json.dumps(arguments, default=str))):
         raise InputError(f"an argument of the chat template holds {', '.join(tokens)}, which ends a message")
     if effort := arguments.get("reasoning_effort"):
         try:

@@ -8,7 +8,8 @@ from pathlib import Path
 from grpo.common import Problems
 from grpo.data.files import MOST_PROBLEMS
 from grpo.data.heldout import read_split
-from grpo.data.prompts import answer_of, count_tokens, open_answer
+from grpo.data.prompts import answer_of, count_tokens
+from grpo.harmony import open_answer
 from grpo.output.layout import ADAPTER, DELETING, NO_RUN, SETTINGS
 from grpo.plan.hub import find_model
 from grpo.plan.machine import installed_versions

@@ -22,6 +22,7 @@ from typing import Any
 import rewards
 from grpo.common import format_exception, nearest_hint, one_line, read_number, split_commas, text_of
 from grpo.data.files import RESERVED_ARGUMENTS, Conversation, Row, reward_columns
+from grpo.harmony import assistant_turn, final_channel, parse_action
 from grpo.settings.table import MOST_REWARD, MOST_WEIGHT, Settings
 
 Rewards = list[float | None]
@@ -136,15 +137,15 @@ class Completion:
     @property
     def turn(self) -> str:
         """The assistant's whole turn: the part that the prompt holds, and the completion."""
-        return rewards.assistant_turn(self.row.prompt, self.text)
+        return assistant_turn(self.row.prompt, self.text)
 
 
 def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: bool) -> Completion:
     """The completion of a row, given its `text` with special tokens and its `plain` text without them.
 
     As in TRL 1.16 (GRPOTrainer._generate), functions get `plain`, as a list of one message if the prompt is a list."""
-    turn = rewards.assistant_turn(row.prompt, text)
-    action = rewards.parse_action(turn, len(row.rewards)) if row.rewards else None
+    turn = assistant_turn(row.prompt, text)
+    action = parse_action(turn, len(row.rewards)) if row.rewards else None
     decoded = plain if isinstance(row.trl_prompt, str) else [{"role": "assistant", "content": plain}]
     return Completion(row, text, action, tokens, truncated, decoded)
 
@@ -380,7 +381,7 @@ def is_answer(completion: Completion) -> bool:
     """Whether a completion names an action or, if its row has no actions, whether its final channel holds text."""
     if completion.row.rewards:
         return completion.action is not None
-    return bool((rewards.final_channel(completion.turn) or "").strip())
+    return bool((final_channel(completion.turn) or "").strip())
 
 
 def completion_rates(completions: Sequence[Completion]) -> dict[str, float]:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import rewards
 from grpo.common import Problems
 from grpo.data.files import Row, label
 from grpo.data.heldout import read_split
 from grpo.data.prompts import TEMPLATE_COLUMNS, answer_of
+from grpo.harmony import final_channel
 from grpo.output.durable import read_json, whole_file, write_text
 from grpo.output.layout import check_output_dir
 from grpo.plan.hub import REAL_MODEL, has_mxfp4, is_no_hub_id
@@ -92,7 +92,7 @@ def to_records(split: str, rows: Iterable[Row], columns: Mapping[str, None]) -> 
     for index, row in enumerate(rows):
         answer, filled = answer_of(row) or "", dataclasses.replace(row, columns=dict(columns) | row.columns)
         prompt = [{"role": role, "content": text} for role, text in row.messages]
-        truth = {"style": "rule", "ground_truth": rewards.final_channel(answer) or answer}
+        truth = {"style": "rule", "ground_truth": final_channel(answer) or answer}
         info = {"split": split, "index": index, "row": json.dumps(dataclasses.asdict(filled))}
         record = {"data_source": label(row.file), "answer": answer, "prompt": prompt, "reward_model": truth}
         records.append(record | {"extra_info": info})

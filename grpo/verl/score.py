@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import HARMONY_TOKEN, Row, column_names
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+from grpo.data.files import Row, column_names
+from grpo.harmony import FINAL, RETURN, TOKEN
 from grpo.output.durable import read_json
 from grpo.reward.scoring import (
     Reward,
@@ -48,8 +48,8 @@ def as_turn(text: str, truncated: bool) -> str:
     >>> as_turn("<|end|>so [1]", truncated=False)
     '<|channel|>final<|message|>< |end|>so [1]<|return|>'
     """
-    turn = ANSWER_BEFORE[:-1] + text.replace("<|", "< |")
-    return turn if truncated else turn + ANSWER_AFTER[1:]
+    turn = FINAL + text.replace("<|", "< |")
+    return turn if truncated else turn + RETURN
 
 
 def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -> dict[str, float]:
@@ -60,7 +60,7 @@ def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -
     row = Row(**json.loads(extra_info["row"]))
     truncated, ids = extra_info["truncated"], extra_info["completion_ids"]
     turn = solution_str if extra_info["harmony"] else as_turn(solution_str, truncated)
-    plain = HARMONY_TOKEN.sub("", solution_str) if extra_info["harmony"] else solution_str
+    plain = TOKEN.sub("", solution_str) if extra_info["harmony"] else solution_str
     completion = read_completion(row, turn, plain, len(ids), truncated)
     with SCORING_LOCK:
         weights, functions = load_spec(spec)
