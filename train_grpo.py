@@ -50,7 +50,7 @@ from grpo.preflight.checks import preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.process.ending import StopRequest, end_quietly, fail, handle_failure, ignore_signals, record_end
 from grpo.process.ranks import RankLost, Ranks
-from grpo.reward.scoring import load_rewards
+from grpo.reward.calling import load_rewards
 from grpo.settings.help import help_text
 from grpo.settings.parsing import flag_answers
 

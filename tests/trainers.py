@@ -21,7 +21,8 @@ from grpo.preflight.adapter import lora_options
 from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
 from grpo.process.ending import StopRequest
 from grpo.process.ranks import Ranks
-from grpo.reward.scoring import is_by_action, load_rewards, reward_specs
+from grpo.reward.calling import load_rewards
+from grpo.reward.loading import is_by_action, reward_specs
 from grpo.settings.table import FIELDS, Settings
 
 LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]

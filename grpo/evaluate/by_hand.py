@@ -23,8 +23,9 @@ from grpo.plan.hub import ModelFiles, count_parameters
 from grpo.plan.machine import Machine, installed_versions, read_machine
 from grpo.plan.vllm_model import vllm_faults
 from grpo.preflight.choices import choose_exact, choose_exact_loop, choose_rewards, choose_use_vllm
+from grpo.reward.calling import load_rewards
 from grpo.reward.reward_checks import check_heldout, check_rewards
-from grpo.reward.scoring import initial_trainer_state, load_rewards
+from grpo.reward.scoring import initial_trainer_state
 from grpo.settings.table import Settings
 from grpo.tasks.simulator import load_simulator
 

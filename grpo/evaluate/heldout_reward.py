@@ -17,8 +17,9 @@ from grpo.harmony import answer_turn, completion_of
 from grpo.learn.trainer import Trainer
 from grpo.output.durable import is_intact, read_sealed, write_sealed
 from grpo.phases import Phase
+from grpo.reward.calling import Reward
 from grpo.reward.reward_checks import GARBAGE
-from grpo.reward.scoring import Completion, Reward, completion_rates, read_completions, score, total
+from grpo.reward.scoring import Completion, completion_rates, read_completions, score, total
 from grpo.settings.table import Settings
 from grpo.tasks.figure_text import object_at, with_interval
 

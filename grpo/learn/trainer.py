@@ -41,8 +41,9 @@ from grpo.output.layout import BEST
 from grpo.output.logs import EVALUATED, LOG_METRIC, METRICS, TRL_FIGURES, FunctionLog, RunLog
 from grpo.phases import LINE_S, Phase
 from grpo.plan.memory import micro_batch_tokens
+from grpo.reward.calling import Reward, RewardError
 from grpo.reward.lookup import AnswerRewards, RewardLookup, action_tokens, expected_text
-from grpo.reward.scoring import Reward, RewardError, partial_none_text, read_completions, score
+from grpo.reward.scoring import partial_none_text, read_completions, score
 from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, close_answers
 from grpo.rollout.parity import MismatchGrown

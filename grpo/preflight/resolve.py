@@ -20,7 +20,7 @@ from grpo.plan.memory import KEPT_SHARE, LEAST_KEPT_TOKENS, Plan, PlanInputs, mi
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
 from grpo.process.ranks import Ranks
-from grpo.reward.scoring import is_by_action, reward_specs
+from grpo.reward.loading import is_by_action, reward_specs
 from grpo.settings.parsing import show
 from grpo.settings.table import Settings
 from grpo.tasks.simulator import SimulationPlan, load_simulator

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from grpo.data.files import Row
 from grpo.harmony import ANSWER_AFTER, ANSWER_BEFORE, answer_turn, assistant_turn, completion_of, parse_action
-from grpo.reward.scoring import Completion, Reward, read_completions, score, total
+from grpo.reward.calling import Reward
+from grpo.reward.scoring import Completion, read_completions, score, total
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerState

@@ -15,8 +15,9 @@ from grpo.data.files import Row, column_names, missing_actions_problem
 from grpo.data.prompts import answer_of, count_tokens
 from grpo.harmony import ASSISTANT, RETURN, answer_turn, completion_of, final_channel
 from grpo.numerals import gold_number
-from grpo.reward import scoring
-from grpo.reward.scoring import RewardError, total
+from grpo.reward.calling import RewardError, load_rewards
+from grpo.reward.loading import is_by_action, load_reward, reward_specs
+from grpo.reward.scoring import initial_trainer_state, read_completion, score, total
 from grpo.settings.parsing import show
 from grpo.settings.table import Settings
 
@@ -33,9 +34,9 @@ def check_rewards(
     """Checks that the reward functions of `text` exist, that the rows hold what they need, and that garbage earns
     less than answers. Returns (name, weight) of each function, and a warning about garbage or None."""
     try:
-        specs = scoring.reward_specs(text)
+        specs = reward_specs(text)
         for name, _ in specs:
-            scoring.load_reward(name)
+            load_reward(name)
     except ValueError as error:
         problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
         return [], None
@@ -70,7 +71,7 @@ def check_heldout(
         return
     check_answers([name for name, _ in specs], rows, problems)
     fix = f"Give the held-out rows the columns that DATA has, or {alternative}"
-    for function in scoring.load_rewards(specs, settings):
+    for function in load_rewards(specs, settings):
         # Without this column its first argument would get the completions instead.
         if function.positional in set(columns) - set(column_names(rows)):
             problems.add(where, f"{function.name} takes the column {function.positional!r}, which it lacks", fix)
@@ -179,12 +180,12 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
             texts.append(completion_of(rendered.prompt, turn))
     ids, decoded = tokenize(texts, tokenizer)
     completions = [
-        scoring.read_completion(row, text, plain, len(tokens), False)
+        read_completion(row, text, plain, len(tokens), False)
         for row, text, plain, tokens in zip(answered, texts, decoded, ids, strict=True)
     ]
-    functions, state = scoring.load_rewards(specs, settings), scoring.initial_trainer_state(settings.TOTAL_STEPS)
+    functions, state = load_rewards(specs, settings), initial_trainer_state(settings.TOTAL_STEPS)
     try:
-        scores = scoring.score(functions, completions, ids, column_names(rows), state)
+        scores = score(functions, completions, ids, column_names(rows), state)
     except RewardError as error:
         tried = f"It was tried before the run on made-up answers to {len(sample)} rows"
         raise RewardError(f"{error}. {tried}, such as {completions[-1].decoded!r}") from error
@@ -215,7 +216,7 @@ def longest_answer_warning(
 def correct_completion(row: Row, names: Sequence[str]) -> str | None:
     """The shortest completion that these reward functions can take for correct; of `[k]` that with the last action.
     None if it is unknown: of an own function only the column `answer` may tell it."""
-    if row.rewards and any(name == "format" or scoring.is_by_action(name) for name in names):
+    if row.rewards and any(name == "format" or is_by_action(name) for name in names):
         return completion_of(row.prompt, answer_turn(f"[{len(row.rewards) - 1}]"))
     if "gsm8k" in names:
         number = gold_number(str(row.columns.get("answer", "")))

@@ -13,15 +13,9 @@ from typing import Any
 from grpo.data.files import Row, column_names
 from grpo.harmony import FINAL, RETURN, TOKEN
 from grpo.output.durable import read_json
-from grpo.reward.scoring import (
-    Reward,
-    initial_trainer_state,
-    load_rewards,
-    read_completion,
-    reward_titles,
-    score,
-    total,
-)
+from grpo.reward.calling import Reward, load_rewards
+from grpo.reward.loading import reward_titles
+from grpo.reward.scoring import initial_trainer_state, read_completion, score, total
 from grpo.settings.table import Settings
 
 # verl scores in threads. A user's function may be async or change the current folder, so only one thread may score.

@@ -13,7 +13,8 @@ from pyarrow import parquet
 
 from grpo.data.files import column_names
 from grpo.harmony import TOKEN
-from grpo.reward.scoring import initial_trainer_state, load_rewards, read_completion, score, total
+from grpo.reward.calling import load_rewards
+from grpo.reward.scoring import initial_trainer_state, read_completion, score, total
 from grpo.settings.table import Settings
 from grpo.verl.rows import read_input, write_data
 from grpo.verl.score import compute_score
