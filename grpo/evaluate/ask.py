@@ -14,7 +14,8 @@ from typing import Any
 import rewards
 from grpo.common import InputError, Problems, printable, split_commas
 from grpo.data.files import REWARD_COLUMN, Row, read_file, read_messages
-from grpo.data.prompts import render_rows
+from grpo.data.heldout import Split
+from grpo.data.prepare import prepare_rows
 from grpo.evaluate.models import start_model
 from grpo.evaluate.saved_adapter import check_model, load_run_settings
 from grpo.harmony import assistant_turn, parse_action
@@ -49,8 +50,8 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row
     machine = Machine(gpus=1) if options.serve else read_machine()
     files = check_model(s, options.adapter, machine, problems)
     rows = read_prompts(options, s.SYSTEM_PROMPT, problems)
-    if files and files.tokenizer and not problems:
-        rows, _ = render_rows(s, rows, files.template, files.tokenizer, problems)
+    if not problems:
+        rows = prepare_rows(s, files, problems, Split([], rows, "")).heldout
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
     return s, files, rows

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.common import Problems
 from grpo.data.files import Row, label
-from grpo.data.heldout import read_split
+from grpo.data.prepare import prepare_rows
 from grpo.data.prompts import TEMPLATE_COLUMNS, answer_of
 from grpo.harmony import final_channel
 from grpo.output.durable import read_json, whole_file, write_text
@@ -68,11 +68,7 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
     if settings.INVALID_REWARD is not None and settings.INVALID_REWARD != settings.INVALID_REWARD:
         problems.add("INVALID_REWARD=nan", "verl leaves no completion out", "Set a number, or unset it")
     check_output_dir(settings, problems)
-    with_demo = choose_demo(settings, sources)[0]
-    if stage == "sft" and with_demo.EVAL_DATA is not None:
-        # SFT evaluates nothing, so files of held-out rows are not read; rows that DATA holds out stay out.
-        with_demo = dataclasses.replace(with_demo, EVAL_SAMPLES=0)
-    split = read_split(with_demo, problems)
+    split = prepare_rows(choose_demo(settings, sources)[0], None, problems, train_only=stage == "sft")
     rows, eval_rows, specs = as_messages(split.train, problems), [], []
     if stage != "sft":
         eval_rows = as_messages(split.heldout, problems)

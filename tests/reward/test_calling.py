@@ -18,6 +18,19 @@ from grpo.reward.calling import RewardError, load_rewards
 from grpo.reward.scoring import initial_trainer_state, read_completion, score
 from grpo.settings.table import Settings
 
+
+@pytest.fixture
+def write_module(tmp_path, monkeypatch):
+    """Writes a module of the user's into the current folder; one of its name may be imported from another test."""
+
+    def write(name, text):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.chdir(tmp_path)
+
+    return write
+
+
 RESULTS = [
     ("[1, None, 0.5]", None),
     ("[True, 0, 1]", None),
@@ -28,17 +41,15 @@ RESULTS = [
     ("['a', 1, 2]", "returned 'a'"),
     ("[1, 2, float('inf')]", "returned inf"),
     ("[1, 2, -1e20]", "returned -1e.20, which is neither"),
-    ("__import__('json').loads('x')", r"raised JSONDecodeError: .*\(returns_[0-9]+.py, line 2\)"),
+    ("__import__('json').loads('x')", r"raised JSONDecodeError: .*\(returns.py, line 2\)"),
 ]
 
 
 @pytest.mark.parametrize(("result", "message"), RESULTS)
-def test_what_a_reward_may_return(result, message, tmp_path, monkeypatch):
-    name = f"returns_{abs(hash(result))}"
-    (tmp_path / f"{name}.py").write_text(f"async def score(completions, **columns):\n    return {result}\n")
-    monkeypatch.chdir(tmp_path)
-    (reward,) = load_rewards([(f"{name}:score", 1.0)], Settings())
-    expected = pytest.raises(RuntimeError, match=f"REWARDS: {name}:score {message}")
+def test_what_a_reward_may_return(result, message, write_module):
+    write_module("returns", f"async def score(completions, **columns):\n    return {result}\n")
+    (reward,) = load_rewards([("returns:score", 1.0)], Settings())
+    expected = pytest.raises(RuntimeError, match=f"REWARDS: returns:score {message}")
     with expected if message else contextlib.nullcontext():
         assert len(reward(["a", "b", "c"])) == 3
 
@@ -55,9 +66,8 @@ def returns(completions, **columns):
 """
 
 
-def test_objects_whose_text_raises_are_named(tmp_path, monkeypatch):
-    (tmp_path / "odd_rewards.py").write_text(ODD)
-    monkeypatch.chdir(tmp_path)
+def test_objects_whose_text_raises_are_named(write_module):
+    write_module("odd_rewards", ODD)
     faults = {"raises": r"raised Odd: its text cannot be made: ZeroDivisionError \(odd_rewards.py, line 7\)"}
     faults["returns"] = "returned its text cannot be made: ZeroDivisionError, which is neither"
     for name, fault in faults.items():
@@ -85,24 +95,20 @@ CHAT = dataclasses.replace(TEXT, trl_prompt=[{"role": "user", "content": "2 + 2?
 
 
 @pytest.mark.parametrize("row", [TEXT, CHAT])
-def test_a_first_argument_of_another_name_gets_whole_turns(row, tmp_path, monkeypatch):
+def test_a_first_argument_of_another_name_gets_whole_turns(row, write_module):
     """By position; test_wiring.py shows that all other functions are called as TRL calls them."""
-    monkeypatch.delitem(sys.modules, "my_turns", raising=False)  # of the other case, whose folder was another
     code = "return [float(x.startswith('<|start|>assistant')) for x in texts]"
-    (tmp_path / "my_turns.py").write_text(f"def turns(texts, *, prompts, **columns): {code}")
-    monkeypatch.chdir(tmp_path)
+    write_module("my_turns", f"def turns(texts, *, prompts, **columns): {code}")
     assert scores("my_turns:turns", row, ["so 4", "boxed{4}"]) == [1.0, 1.0]
 
 
 SOLVED = dataclasses.replace(CHAT, columns={"solution": "$4$"})
 
 
-def test_trls_own_rewards_run_as_they_are(tmp_path, monkeypatch):
+def test_trls_own_rewards_run_as_they_are(write_module):
     """Its functions by their names, its factories by a module of one's own."""
     assert scores("trl.rewards:accuracy_reward", SOLVED, [r"\boxed{4}", r"\boxed{5}"]) == [1.0, 0.0]
-    module = "from trl.rewards import *\nlong = get_soft_overlong_punishment(4, 2)\n"
-    (tmp_path / "my_made_rewards.py").write_text(module)
-    monkeypatch.chdir(tmp_path)
+    write_module("my_made_rewards", "from trl.rewards import *\nlong = get_soft_overlong_punishment(4, 2)\n")
     assert scores("my_made_rewards:long", CHAT, ["x"]) == [-0.5]
 
 
@@ -121,11 +127,9 @@ def looks(prompts, completions, completion_ids, tags, raw_completions, **columns
 
 
 @pytest.mark.parametrize("row", [TEXT, CHAT])
-def test_a_function_that_changes_its_lists_changes_nothing_for_others(row, tmp_path, monkeypatch):
+def test_a_function_that_changes_its_lists_changes_nothing_for_others(row, write_module):
     """Neither for those behind it nor in the next step, where the rows are the same."""
-    monkeypatch.delitem(sys.modules, "my_greedy", raising=False)  # of the other case, whose folder was another
-    (tmp_path / "my_greedy.py").write_text(GREEDY)
-    monkeypatch.chdir(tmp_path)
+    write_module("my_greedy", GREEDY)
     row = dataclasses.replace(row, columns=row.columns | {"tags": ["a", "b"]})
     for _ in range(2):
         values = scores_of(["my_greedy:takes", "my_greedy:looks", "format"], row, ["[0]", "so"])
@@ -155,22 +159,17 @@ def fails(completions, **columns):
 """
 
 
-@pytest.fixture
-def judges(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "my_judges", raising=False)
-    (tmp_path / "my_judges.py").write_text(JUDGES)
-    monkeypatch.chdir(tmp_path)
-
-
-def test_async_functions_share_one_loop_for_the_whole_run(judges):
+def test_async_functions_share_one_loop_for_the_whole_run(write_module):
     """Its semaphore belongs to the loop that used it first; functions run together, after those that are not async."""
+    write_module("my_judges", JUDGES)
     names = ["my_judges:first", "my_judges:second", "my_judges:plain"]
     assert scores_of(names, TEXT, ["[0]", "[1]"]) == [[1.0, 0.0, 0.0]] * 2, "first waits for second, second for plain"
     assert scores_of(names, TEXT, ["[0]", "[1]"]) == [[1.0, 1.0, 1.0]] * 2, "the second call, of the same loop"
 
 
 @pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # Files of earlier tests may be collected here.
-def test_an_async_function_that_fails_ends_no_loop(judges):
+def test_an_async_function_that_fails_ends_no_loop(write_module):
+    write_module("my_judges", JUDGES)
     for names in (["my_judges:leaves", "my_judges:second"], ["my_judges:second", "my_judges:fails"]):
         with pytest.raises(RewardError, match=r"my_judges:(leaves|fails) raised (SystemExit|ValueError)"):
             scores_of(names, TEXT, ["[0]"])
@@ -187,11 +186,9 @@ def turns(answers, **columns): return [float(text.startswith("<|start|>")) for t
 
 
 @pytest.mark.parametrize("name", ["first", "both", "optional", "turns"])
-def test_a_first_argument_that_is_a_column_or_has_a_default_is_given_by_keyword(name, tmp_path, monkeypatch):
+def test_a_first_argument_that_is_a_column_or_has_a_default_is_given_by_keyword(name, write_module):
     """As in TRL; only a name that nothing else has gets the completions."""
-    monkeypatch.delitem(sys.modules, "my_columns", raising=False)
-    (tmp_path / "my_columns.py").write_text(COLUMNS)
-    monkeypatch.chdir(tmp_path)
+    write_module("my_columns", COLUMNS)
     row = dataclasses.replace(TEXT, columns={"answer": "4"})
     assert scores(f"my_columns:{name}", row, ["4"]) == [2.0 if name == "optional" else 1.0]
 
@@ -243,10 +240,8 @@ async def waits(completions, **columns):
 
 
 @pytest.mark.parametrize("name", ["plain", "waits"])
-def test_the_run_stays_where_it_is_and_torch_as_it_was(name, tmp_path, monkeypatch):
+def test_the_run_stays_where_it_is_and_torch_as_it_was(name, write_module, tmp_path):
     """A run whose OUTPUT_DIR is relative was written elsewhere."""
-    monkeypatch.delitem(sys.modules, "my_moves", raising=False)
-    (tmp_path / "my_moves.py").write_text(MOVING)
-    monkeypatch.chdir(tmp_path)
+    write_module("my_moves", MOVING)
     assert scores(f"my_moves:{name}", TEXT, ["[0]"]) == [1.0]
     assert (Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()) == (tmp_path, True, torch.float32)
