@@ -52,7 +52,7 @@ from grpo.process.ending import StopRequest, end_quietly, fail, handle_failure, 
 from grpo.process.ranks import RankLost, Ranks
 from grpo.reward.calling import load_rewards
 from grpo.settings.help import help_text
-from grpo.settings.parsing import flag_answers
+from grpo.settings.hints import flag_answers
 
 if TYPE_CHECKING:
     from grpo.evaluate.progress import Progress

@@ -320,8 +320,7 @@ class Trainer(Learner):
                 answers = self.lookup.look_up(decoded, completion_ids_list, scores, self.state)
             # TRL's own figure is the batch's with SCALE_REWARDS=batch, and leaves out groups of fewer than two rewards.
             groups = totals.view(-1, self.num_generations)
-            lowest, highest = groups.nan_to_num(nan=math.inf).amin(1), groups.nan_to_num(nan=-math.inf).amax(1)
-            teaches = highest > lowest
+            teaches = groups.nan_to_num(nan=-math.inf).amax(1) > groups.nan_to_num(nan=math.inf).amin(1)
             if answers:
                 differing = [len(set(answer.gains)) > 1 for answer in answers]
                 teaches |= torch.tensor(differing, device=teaches.device).view(groups.shape).any(1)

@@ -29,7 +29,8 @@ from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
 from grpo.process.ranks import Ranks
 from grpo.reward.loading import is_by_action
 from grpo.reward.reward_checks import check_heldout, check_rewards, longest_answer_warning
-from grpo.settings.parsing import load_settings, show, unknown_variables
+from grpo.settings.environment import load_settings, unknown_variables
+from grpo.settings.parsing import show
 from grpo.settings.table import TASK_FILES, Settings
 from grpo.tasks.figure_text import object_at
 

@@ -16,7 +16,7 @@ from grpo.plan.machine import installed_versions
 from grpo.preflight.checks import preflight
 from grpo.preflight.choices import choose_demo
 from grpo.preflight.resolve import ResolvedRun, resolve_steps
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 
 # Nothing is generated, scored or evaluated, and rows are padded, which only eager attention takes.
 ONLY_LEARNING = {

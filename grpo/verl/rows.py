@@ -18,7 +18,7 @@ from grpo.output.layout import check_output_dir
 from grpo.plan.hub import REAL_MODEL, has_mxfp4, is_no_hub_id
 from grpo.preflight.choices import choose_demo, choose_rewards
 from grpo.reward.reward_checks import check_heldout, check_rewards
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 from grpo.settings.table import FIELDS
 
 # The settings of train_grpo.py that apply to verl too. verl's own options are in scripts/verl/*.yaml.

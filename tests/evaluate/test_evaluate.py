@@ -25,7 +25,7 @@ from grpo.evaluate.saved_adapter import recorded_settings
 from grpo.output.durable import sealed
 from grpo.plan.hub import find_model, read_json
 from grpo.rollout.engine import EngineError
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 from grpo.settings.table import Settings
 from grpo.tasks.tes.record import MODEL_POLICIES
 from grpo.tasks.tes.simulator import SIMULATOR, make_plan

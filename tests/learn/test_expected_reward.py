@@ -20,7 +20,7 @@ from grpo.model.load import load_tokenizer
 from grpo.reward.calling import load_rewards
 from grpo.reward.lookup import AnswerRewards, RewardLookup, action_tokens
 from grpo.reward.scoring import Completion, initial_trainer_state
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 from grpo.settings.table import FIELDS
 
 pytestmark = pytest.mark.numeric

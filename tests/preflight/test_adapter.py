@@ -17,7 +17,7 @@ from grpo.output.durable import file_sha256
 from grpo.output.folder import ADAPTER, RunState
 from grpo.plan.hub import REAL_CONFIG, read_json
 from grpo.preflight.adapter import check_start_adapter, read_start_adapter
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 
 
 def start(tiny, folder, model=None, **environ):
