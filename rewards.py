@@ -29,67 +29,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
+from grpo.harmony import final_channel, parse_action
 from grpo.numerals import gold_number, number_of
 
 Column = Sequence[Any]  # The cells of a column: numbers, text, or any other JSON value.
 Scores = dict[str, Any]  # Figures, and lists of figures, by name.
-
-# https://cookbook.openai.com/articles/openai-harmony: a message is <|channel|>NAME...<|message|>TEXT, closed by one of
-# the tokens below. Between the name and <|message|> there may be a recipient or a content type.
-_END = r"<\|(?:end|return|call|start|channel|endoftext)\|>"
-_FINAL = re.compile(rf"<\|channel\|>\s*final\b(?:(?!{_END}|<\|message\|>).)*<\|message\|>(.*?)(?={_END}|\Z)", re.DOTALL)
-_MARKER = re.compile(r"<\|(?:start|channel|message|end|return|call)\|>")
-_ACTION = re.compile(r"\[\s*([0-9]{1,6})\s*\]")
-
-
-def final_channel(text: str) -> str | None:
-    """The text of the last message in Harmony's final channel, or None if there is no such message.
-
-    In text with special tokens only these mark a channel, so that reasoning may mention a channel by name. In text
-    whose special tokens were stripped, role and channel are glued together, and the answer follows the last
-    `assistantfinal`, or a `final` that begins the text.
-
-    >>> final_channel("<|channel|>analysis<|message|>Is it [1]?<|end|><|start|>assistant<|channel|>final<|message|>[2]")
-    '[2]'
-    >>> final_channel("analysisMaybe [1] or [3].assistantfinal[3]")
-    '[3]'
-    >>> final_channel("<|channel|>analysis<|message|>I would say assistantfinal[2], but the tokens ran") is None
-    True
-    """
-    if _MARKER.search(text):
-        answers = _FINAL.findall(text)
-        return answers[-1] if answers else None
-    before, glue, answer = text.rpartition("assistantfinal")
-    if glue:
-        return answer
-    return text.removeprefix("final") if text.startswith("final") else None
-
-
-def assistant_turn(prompt: str, completion: str) -> str:
-    """The assistant's whole turn: the end of the prompt, from `<|start|>assistant` on, and the completion. The prompt
-    may already open the final channel; with its tokens, a completion without any is not mistaken for stripped text.
-
-    >>> parse_action(assistant_turn("...<|start|>assistant<|channel|>final<|message|>", "[3]<|return|>"))
-    3
-    """
-    start = prompt.rfind("<|start|>assistant")
-    return (prompt[start:] if start >= 0 else "") + completion
-
-
-def parse_action(text: str, actions: int = 4) -> int | None:
-    """The action `[k]` that the final channel names, 0 <= k < `actions`, or None.
-
-    An answer that names several different actions does not count, because it would pay to name them all.
-
-    >>> parse_action("<|channel|>final<|message|>[2]<|return|>")
-    2
-    >>> [parse_action(f"assistantfinal{answer}") for answer in ("[0] or [1]", "[4]", "2", "[2", "")]
-    [None, None, None, None, None]
-    """
-    answer = final_channel(text)
-    named = {int(digits) for digits in _ACTION.findall(answer)} if answer else set()
-    action = named.pop() if len(named) == 1 else None
-    return action if action is not None and action < actions else None
 
 
 def reward_rows(columns: Mapping[str, Column], prefix: str = "reward_action") -> list[list[float]]:

@@ -50,9 +50,9 @@ from grpo.preflight.checks import preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.process.ending import StopRequest, end_quietly, fail, handle_failure, ignore_signals, record_end
 from grpo.process.ranks import RankLost, Ranks
-from grpo.reward.scoring import load_rewards
+from grpo.reward.calling import load_rewards
 from grpo.settings.help import help_text
-from grpo.settings.parsing import flag_answers
+from grpo.settings.hints import flag_answers
 
 if TYPE_CHECKING:
     from grpo.evaluate.progress import Progress
@@ -158,9 +158,10 @@ def train(resolved: ResolvedRun) -> int:
     from trl import GRPOConfig
 
     from grpo.evaluate.progress import Progress
+    from grpo.learn.context import RunContext
     from grpo.learn.distributed import adopt_rank0_state
     from grpo.learn.options import grpo_options
-    from grpo.learn.trainer import RunContext, Trainer
+    from grpo.learn.trainer import Trainer
     from grpo.model.load import load_adapter, load_to_train
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch

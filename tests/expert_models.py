@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from grpo.model.load import load_model
-from grpo.plan.hub import read_json
+from grpo.output.durable import read_json
 
 
 def load(folder, experts="bf16"):

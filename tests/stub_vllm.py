@@ -23,7 +23,7 @@ from expert_models import load
 from machines import H100
 from safetensors.torch import load_file
 
-from grpo.plan.hub import read_json
+from grpo.output.durable import read_json
 from grpo.plan.machine import installed_versions
 from grpo.rollout.engine import Engine, engine_arguments
 

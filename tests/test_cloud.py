@@ -20,8 +20,8 @@ from helpers import ROOT, run_python, write_commands
 from runs import environment, go_on, has_line, wait_until
 
 from grpo.output.checkpoints import checkpoint_fault
+from grpo.settings.environment import load_settings
 from grpo.settings.help import setting_rows
-from grpo.settings.parsing import load_settings
 
 CLOUD = ROOT / "scripts/cloud"
 SKY_TEXT = (CLOUD / "sky.yaml").read_text(encoding="utf-8")

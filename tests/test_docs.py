@@ -10,8 +10,8 @@ from helpers import ROOT
 
 from grpo.common import Problems
 from grpo.data.files import read_rows
+from grpo.settings.environment import load_settings
 from grpo.settings.help import setting_rows
-from grpo.settings.parsing import load_settings
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -17,8 +17,10 @@ from machines import only
 from grpo.common import Problems
 from grpo.plan.targets import check_targets
 from grpo.preflight.choices import ATTENTION
-from grpo.settings.foreign import ADVICE, ANSWERS, COMMON_WORDS, OTHER_VALUES, SYNONYMS, TRL_ONLY, UNSUPPORTED
-from grpo.settings.parsing import flag_answers, load_settings, nearest_setting, parse_value, show, unknown_variables
+from grpo.settings.environment import load_settings, unknown_variables
+from grpo.settings.foreign import ADVICE, COMMON_WORDS, OTHER_VALUES, SYNONYMS, TRL_ONLY, TRL_REASONS, UNSUPPORTED
+from grpo.settings.hints import flag_answers, nearest_setting
+from grpo.settings.parsing import parse_value, show
 from grpo.settings.table import FIELDS, Settings
 
 ACCEPTED = [
@@ -115,7 +117,7 @@ def test_variables_of_other_trainers_are_errors_with_the_remedy(variable, value,
 
 
 def test_words_that_any_program_may_export_are_no_errors():
-    for variable in COMMON_WORDS.split():
+    for variable in sorted(COMMON_WORDS):
         problems, warnings = unknown_variables({variable: "3"})
         assert not problems and only(warnings).startswith(f"{variable} is set but is not a setting: ")
         assert unknown_variables({variable: "3", "IGNORE_VARS": variable}) == ([], [])
@@ -131,8 +133,7 @@ def test_every_argument_of_trl_is_a_setting_or_has_an_answer():
     names = {field.name.upper() for kind in classes for field in dataclasses.fields(kind)} - set(FIELDS)
     silent = [name for name in names if unknown_variables({name: "1"}) == ([], [])]
     assert len(names) > 180 and not silent
-    only_trl = {name for group in TRL_ONLY.values() for name in group.split()}
-    assert only_trl <= names, "a name that TRL does not have is no argument of TRL's"
+    assert TRL_REASONS.keys() <= names, "a name that TRL does not have is no argument of TRL's"
 
 
 def test_trls_arguments_without_a_setting_are_one_warning():
@@ -254,8 +255,8 @@ def test_values_of_other_trainers_are_answered_with_what_is_accepted():
 def test_every_answer_to_a_flag_names_settings_and_values_that_are_accepted():
     tables = (SYNONYMS, ADVICE, UNSUPPORTED, TRL_ONLY)
     names = [name for table in tables for group in table.values() for name in group.split()]
-    assert len(names) == len(set(names)) == len(ANSWERS) and not set(names) & set(FIELDS)
-    assert set(SYNONYMS) <= set(FIELDS) and set(COMMON_WORDS.split()) <= set(names)
+    assert len(names) == len(set(names)) and not set(names) & set(FIELDS)
+    assert set(SYNONYMS) <= set(FIELDS) and set(names) >= COMMON_WORDS
     for line in (*ADVICE, *UNSUPPORTED, *TRL_ONLY):
         for setting, value in re.findall(r"\b([A-Z_]{4,})(?:=([\w.]+))?", line):
             assert setting in FIELDS and not (value and load_settings({setting: value})[2]), line

@@ -12,16 +12,18 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo.data.files import Row
+from grpo.learn.context import RunContext
 from grpo.learn.distributed import adapter_parameters, flat_adapter
 from grpo.learn.options import grpo_options
-from grpo.learn.trainer import RunContext, Trainer
+from grpo.learn.trainer import Trainer
 from grpo.model.load import load_tokenizer
 from grpo.plan.memory import Plan
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
 from grpo.process.ending import StopRequest
 from grpo.process.ranks import Ranks
-from grpo.reward.scoring import is_by_action, load_rewards, reward_specs
+from grpo.reward.calling import load_rewards
+from grpo.reward.loading import is_by_action, reward_specs
 from grpo.rollout.sampler import Sample
 from grpo.settings.table import FIELDS, Settings
 

@@ -25,6 +25,7 @@ from grpo.data.formats import (
     read_literal,
     reader_of,
 )
+from grpo.harmony import TOKEN, begins_turn
 from grpo.phases import with_progress
 from grpo.settings.table import MOST_REWARD
 
@@ -40,7 +41,6 @@ PROMPT_COLUMNS = ("prompt", "user", "question")
 FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
 MOST_PROBLEMS = 20  # So many problems of a file are listed; further ones are only counted.
 ROW_LOCATION = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
-HARMONY_TOKEN = re.compile(r"<\|(?:start|end|message|channel|return|call|constrain|startoftext|endoftext)\|>")
 # Keys of a message in TRL's form or in ShareGPT's, as text that cannot be parsed holds them.
 MESSAGE_KEYS = [re.compile(rf"""["'](?:{names})\\?["']\s*:""") for names in ("role|from", "content|value")]
 INSTRUCTING = ("system", "developer")  # gpt-oss's template takes these roles only in the first message
@@ -234,7 +234,7 @@ def read_messages(where: str, columns: Columns, system: str, problems: Problems)
             problems.add(f"{where}, column {name}", f"{cell!r} is not text", "Write it as text")
             return (), ""
     if column == "prompt" and prompt.strip().startswith("<|start|>"):
-        if not re.search(r"<\|start\|>assistant(?:<\|channel\|>[^<]*(?:<\|message\|>)?)?\Z", prompt):
+        if not begins_turn(prompt):
             problem = "a rendered prompt must end where the assistant begins"
             problems.add(f"{where}, column prompt", problem, "End it with <|start|>assistant")
         return (("rendered", prompt),), prompt
@@ -261,7 +261,7 @@ def make_rows(
         if not all(is_text(text) for _, text in messages):
             problems.add(where, "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8")
         unrendered = "\n".join(text for role, text in messages if role != "rendered")
-        if tokens := dict.fromkeys(HARMONY_TOKEN.findall(unrendered)):
+        if tokens := dict.fromkeys(TOKEN.findall(unrendered)):
             problem = f"it holds {', '.join(tokens)}: the model reads these as the begin or end of a message"
             fix = "Take it out, or write the whole prompt rendered, from its first <|start|> on"
             problems.add(where, problem, fix)

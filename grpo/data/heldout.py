@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the held-out rows: those that EVAL_DATA names, or a part of DATA, by a hash."""
+"""The rule for held-out rows: which rows are not trained on, so that evaluations can measure what was learned.
+
+Held out are the rows that EVAL_DATA names, or else EVAL_SHARE of DATA: whole days of rows that carry a date, whole
+prompts of others, chosen by a hash (`hold_out`). scripts/sft.py and verl follow the same rule, because a run may start
+from their weights."""
 
 import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo.common import ROOT, Problems, one_line, split_commas
 from grpo.data.files import INSTRUCTING, Row, data_fingerprint, find_files, read_rows
@@ -29,6 +33,7 @@ class Split:
     train: list[Row]
     heldout: list[Row]
     reason: str
+    longest_prompt: int = 0  # In tokens; 0 until `prepare_rows` has rendered the prompts.
 
 
 def names_single_file(text: str, path: str) -> bool:
@@ -38,16 +43,20 @@ def names_single_file(text: str, path: str) -> bool:
     return [file.resolve() for file in find_files("DATA", text, Problems())] == [ROOT / path]
 
 
-def read_split(settings: Settings, problems: Problems) -> Split:
-    """Read DATA and the held-out rows; with EVAL_SAMPLES=0 nothing is held out."""
+def read_split(settings: Settings, problems: Problems, train_only: bool = False) -> Split:
+    """Read DATA and the held-out rows; with EVAL_SAMPLES=0 nothing is held out. With `train_only`, for programs that
+    evaluate nothing, rows are held out all the same, but not returned, and EVAL_DATA is not read."""
     rows = read_rows("DATA", settings.DATA, problems, settings.SYSTEM_PROMPT)
     if not settings.EVAL_SAMPLES:
         return Split(rows, [], "EVAL_SAMPLES=0: all rows of DATA are training rows")
-    if settings.EVAL_DATA is not None:
-        heldout = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, settings.SYSTEM_PROMPT)
-        reason = f"EVAL_DATA ({settings.EVAL_DATA}) is held out, DATA is trained on"
-        return Split(rows, heldout, "; ".join([reason, *date_notes(heldout)]))
-    return hold_out(rows, settings.EVAL_SHARE)
+    if settings.EVAL_DATA is None:
+        split = hold_out(rows, settings.EVAL_SHARE)
+        return replace(split, heldout=[]) if train_only else split
+    reason = f"EVAL_DATA ({settings.EVAL_DATA}) is held out, DATA is trained on"
+    if train_only:
+        return Split(rows, [], reason)
+    heldout = read_rows("EVAL_DATA", settings.EVAL_DATA, problems, settings.SYSTEM_PROMPT)
+    return Split(rows, heldout, "; ".join([reason, *date_notes(heldout)]))
 
 
 def hold_out(rows: Sequence[Row], share: float) -> Split:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders and counts the prompts of rows, gives their correct answers, and sets the order in which a run uses them."""
+"""Renders a prompt, counts tokens, gives a row's correct answer, and sets the order in which a run uses the prompts."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -14,9 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from grpo.common import InputError, Problems, format_exception, nearest_hint, one_line
-from grpo.data.files import HARMONY_TOKEN, Messages, Row
+from grpo.common import InputError, nearest_hint, one_line
+from grpo.data.files import Messages, Row
 from grpo.data.formats import Cell, read_literal
+from grpo.harmony import ANSWER_BEFORE, FINAL, RETURN, TOKEN, opened_turn
 from grpo.phases import with_progress
 from grpo.settings.parsing import parse_value
 from grpo.settings.table import Settings
@@ -30,21 +30,6 @@ TEMPLATE_COLUMNS: list[tuple[str, type, str]] = [
     ("tools", list, "a list of functions as JSON schemas"),
     ("chat_template_kwargs", dict, "an object"),
 ]
-ANSWER_BEFORE, ANSWER_AFTER = "<|channel|>final<|message|>[", "]<|return|>"
-
-
-def opened_turn(prompt: str) -> str:
-    """The part of the assistant's turn that a rendered prompt ends with, such as `<|channel|>final`."""
-    return prompt.rpartition("<|start|>assistant")[2]
-
-
-def open_answer(prompt: str) -> str:
-    """Extend a rendered prompt so that it ends in ANSWER_BEFORE and the next token names the action (DIRECT_ANSWERS).
-    Raises ValueError if the prompt opens another channel."""
-    opened = opened_turn(prompt)
-    if not ANSWER_BEFORE.startswith(opened):
-        raise ValueError(f"the prompt ends with {opened[-80:]!r}, which {ANSWER_BEFORE!r} does not begin with")
-    return prompt + ANSWER_BEFORE.removeprefix(opened)
 
 
 def answer_of(row: Row, direct: bool = False) -> str | None:
@@ -56,14 +41,14 @@ def answer_of(row: Row, direct: bool = False) -> str | None:
     if not text and len(set(values)) < 2:
         return None
     if not text.startswith("<|channel|>"):
-        text = ANSWER_BEFORE[:-1] + (text or f"[{values.index(max(values))}]")
+        text = FINAL + (text or f"[{values.index(max(values))}]")
     role, prompt = row.messages[0]
     opened = opened_turn(prompt) if role == "rendered" else ""
     if direct:
         opened = ANSWER_BEFORE
     if not text.startswith(opened):
         raise ValueError(f"the prompt opens {opened!r}, and the answer begins with {text[: len(opened)]!r}")
-    return text.removeprefix(opened).removesuffix(ANSWER_AFTER[1:]) + ANSWER_AFTER[1:]
+    return text.removeprefix(opened).removesuffix(RETURN) + RETURN
 
 
 def render(
@@ -110,7 +95,7 @@ def template_arguments(row: Row, template: str) -> dict[str, Cell]:
     if unknown:
         near = nearest_hint(unknown[0], template_variables(template))
         raise InputError(f"the model's chat template takes no {', '.join(unknown)}{near}")
-    if tokens := dict.fromkeys(HARMONY_TOKEN.findall(json.dumps(arguments, default=str))):
+    if tokens := dict.fromkeys(TOKEN.findall(json.dumps(arguments, default=str))):
         raise InputError(f"an argument of the chat template holds {', '.join(tokens)}, which ends a message")
     if effort := arguments.get("reasoning_effort"):
         try:
@@ -150,55 +135,6 @@ def compile_template(template: str, date: str) -> jinja2.Template:
     compiled = environment.from_string(template)
     compiled.globals = dict(compiled.globals)  # jinja copies its ChainMap slowly: a fifth of rendering a row
     return compiled
-
-
-def render_rows(
-    settings: Settings, rows: Sequence[Row], template: str | None, tokenizer: Path, problems: Problems
-) -> tuple[list[Row], int]:
-    """The rows with their prompts rendered, and the longest prompt in tokens. A prompt longer than MAX_PROMPT_LEN is
-    a problem. So is a template or tokenizer that fails: then the rows are returned unchanged, with a length of 0."""
-    rendered = []
-
-    def reject(problem: str, fix: str, where: str = f"MODEL_ID={settings.MODEL_ID}") -> tuple[list[Row], int]:
-        problems.add(where, problem, fix)
-        return list(rows), 0
-
-    for row in with_progress("rendering prompts", rows, total=len(rows)):
-        role, prompt = row.messages[0]
-        if role != "rendered":
-            if template is None:
-                problem = f"it has no chat template, and {row.file} holds prompts that are not rendered"
-                return reject(problem, "Add chat_template.jinja to the model, or give rendered prompts")
-            try:
-                arguments = template_arguments(row, template)
-                prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE, arguments)
-            except InputError as error:
-                fix = "Correct it, or rename the column if it is no argument of the template"
-                return reject(str(error), fix, f"{row.file}, row {row.number}")
-            except Exception as error:  # a template may raise anything
-                problem = f"its chat template fails on {row.file}, row {row.number} ({format_exception(error)})"
-                return reject(problem, "Download the model again, or write what its template takes")
-        if settings.DIRECT_ANSWERS:
-            try:
-                prompt = open_answer(prompt)
-            except ValueError as error:
-                return reject(str(error), "End it with <|start|>assistant", f"{row.file}, row {row.number}")
-        rendered.append(dataclasses.replace(row, prompt=prompt))
-    try:
-        lengths = count_tokens(tokenizer, list(dict.fromkeys(row.prompt for row in rendered)))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a panic in the Rust code of tokenizers is a BaseException
-        return reject(f"its tokenizer.json fails ({format_exception(error)})", "Download the model again")
-    too_long = [row for row in rendered if lengths[row.prompt] > settings.MAX_PROMPT_LEN]
-    if too_long:
-        row = max(too_long, key=lambda row: lengths[row.prompt])
-        problem = f"the prompt has {lengths[row.prompt]} tokens, MAX_PROMPT_LEN is {settings.MAX_PROMPT_LEN}"
-        if len(too_long) > 1:
-            problem += f"; {len(too_long)} of {len(rows)} prompts are longer than that, and this is the longest"
-        fix = f"Shorten what is too long, or set MAX_PROMPT_LEN={lengths[row.prompt]}"
-        problems.add(f"{row.file}, row {row.number}", problem, fix)
-    return rendered, max(lengths.values(), default=0)
 
 
 PROMPTS_PER_BATCH = 1000  # limited, because the encoding of a prompt takes more memory than its row

@@ -14,9 +14,11 @@ from typing import Any
 import rewards
 from grpo.common import InputError, Problems, printable, split_commas
 from grpo.data.files import REWARD_COLUMN, Row, read_file, read_messages
-from grpo.data.prompts import render_rows
+from grpo.data.heldout import Split
+from grpo.data.prepare import prepare_rows
 from grpo.evaluate.models import start_model
 from grpo.evaluate.saved_adapter import check_model, load_run_settings
+from grpo.harmony import assistant_turn, parse_action
 from grpo.output.durable import read_json
 from grpo.plan.engine_memory import vllm_rank
 from grpo.plan.hub import ModelFiles
@@ -48,8 +50,8 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row
     machine = Machine(gpus=1) if options.serve else read_machine()
     files = check_model(s, options.adapter, machine, problems)
     rows = read_prompts(options, s.SYSTEM_PROMPT, problems)
-    if files and files.tokenizer and not problems:
-        rows, _ = render_rows(s, rows, files.template, files.tokenizer, problems)
+    if not problems:
+        rows = prepare_rows(s, files, problems, Split([], rows, "")).heldout
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
     return s, files, rows
@@ -71,7 +73,7 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
         actions = sum(REWARD_COLUMN.fullmatch(name) is not None for name in row.columns)
         answer: dict[str, Any] = {"completion": text}
         if actions or has_actions:
-            action = rewards.parse_action(rewards.assistant_turn(row.prompt, text), actions or 10**9)
+            action = parse_action(assistant_turn(row.prompt, text), actions or 10**9)
             answer = {"action": action, "completion": text}
         columns = {(f"csv_{name}" if name in answer else name): cell for name, cell in row.columns.items()}
         answers.append(columns | answer)

@@ -12,7 +12,7 @@ from typing import Any
 from grpo.common import InputError, Problems, split_commas
 from grpo.data.files import data_fingerprint, label, read_rows
 from grpo.data.heldout import Split, date_notes, read_split
-from grpo.data.prompts import render_rows
+from grpo.data.prepare import prepare_rows
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, new_results
 from grpo.evaluate.models import ModelResponder, start_model
 from grpo.evaluate.saved_adapter import check_model, load_run_settings, recorded_fingerprint
@@ -23,8 +23,9 @@ from grpo.plan.hub import ModelFiles, count_parameters
 from grpo.plan.machine import Machine, installed_versions, read_machine
 from grpo.plan.vllm_model import vllm_faults
 from grpo.preflight.choices import choose_exact, choose_exact_loop, choose_rewards, choose_use_vllm
+from grpo.reward.calling import load_rewards
 from grpo.reward.reward_checks import check_heldout, check_rewards
-from grpo.reward.scoring import initial_trainer_state, load_rewards
+from grpo.reward.scoring import initial_trainer_state
 from grpo.settings.table import Settings
 from grpo.tasks.simulator import load_simulator
 
@@ -150,8 +151,9 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
     specs, _ = check_rewards(s, requested, [], problems)  # without rows this checks only that the functions exist
     machine, longest = read_machine(), 0
     files = check_model(s, options.run, machine, problems)
-    if files and files.tokenizer and not problems:
-        rows, longest = render_rows(s, rows, files.template, files.tokenizer, problems)
+    if not problems:
+        prepared = prepare_rows(s, files, problems, Split([], rows, ""))
+        rows, longest = prepared.heldout, prepared.longest_prompt
     if specs:
         tokenizer = files.tokenizer if files and longest else None
         check_heldout(specs, s, rows, problems, tokenizer, "held-out rows" if split else "--data", "name other REWARDS")

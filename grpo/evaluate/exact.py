@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+from grpo.harmony import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.model.attention import using_attention
 from grpo.model.load import evaluating
 from grpo.phases import with_progress

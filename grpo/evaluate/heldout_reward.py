@@ -13,11 +13,13 @@ from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.heldout import date_of, group_of
 from grpo.evaluate.models import EvaluatedModel, trained_model
 from grpo.evaluate.tables import evaluation_table
+from grpo.harmony import answer_turn, completion_of
 from grpo.learn.trainer import Trainer
 from grpo.output.durable import is_intact, read_sealed, write_sealed
 from grpo.phases import Phase
-from grpo.reward.reward_checks import ANSWER_TURN, GARBAGE, completion_text
-from grpo.reward.scoring import Completion, Reward, completion_rates, read_completions, score, total
+from grpo.reward.calling import Reward
+from grpo.reward.reward_checks import GARBAGE
+from grpo.reward.scoring import Completion, completion_rates, read_completions, score, total
 from grpo.settings.table import Settings
 from grpo.tasks.figure_text import object_at, with_interval
 
@@ -111,9 +113,9 @@ class HeldoutEvaluation:
         """The expected reward of each function, (N, 1, F), if the answers `[k]` have the probabilities `shares` (N, K)
         and the remainder to 1 is an answer without an action."""
         answers = [
-            (row, completion_text(row.prompt, text))
+            (row, completion_of(row.prompt, text))
             for row in self.rows
-            for text in (GARBAGE[0], *(ANSWER_TURN.format(f"[{k}]") for k in range(len(row.rewards))))
+            for text in (GARBAGE[0], *(answer_turn(f"[{k}]") for k in range(len(row.rewards))))
         ]
         ids = self.model.tokenizer(text=[text for _, text in answers])["input_ids"]
         scores: Iterator[list[float]] = iter(self.score_completions([row for row, _ in answers], ids)[1])

@@ -16,7 +16,8 @@ from grpo.plan.hub import ModelFiles, count_parameters, find_model
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.vllm_model import fixed_faults
 from grpo.preflight.adapter import CONFIG, missing_files
-from grpo.settings.parsing import load_settings, show
+from grpo.settings.environment import load_settings
+from grpo.settings.parsing import show
 from grpo.settings.table import Settings
 
 # Settings that are taken from the record of the adapter's run; all others come from the command's environment.

@@ -18,8 +18,9 @@ from grpo.data.files import Row
 from grpo.learn.expected_reward import StepRewards
 from grpo.output.logs import Cell, FunctionLog, RunLog
 from grpo.process.ranks import Ranks
+from grpo.reward.calling import Reward
 from grpo.reward.lookup import AnswerRewards, RewardLookup, expected_text
-from grpo.reward.scoring import Reward, partial_none_text, read_completions, score
+from grpo.reward.scoring import partial_none_text, read_completions, score
 
 
 @dataclass(frozen=True)

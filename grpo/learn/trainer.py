@@ -36,8 +36,8 @@ from grpo.output.durable import write_text
 from grpo.output.layout import BEST
 from grpo.output.logs import EVALUATED, TRL_FIGURES, Cell, RunLog, tracker_figures
 from grpo.phases import LINE_S, Phase
+from grpo.reward.calling import Reward, RewardError
 from grpo.reward.lookup import RewardLookup
-from grpo.reward.scoring import Reward, RewardError
 from grpo.rollout.parity import MismatchGrown
 from grpo.rollout.sampler import RankedSampler, Sample, rollout_sampling
 

@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 from grpo.common import ROOT, log
-from grpo.data.prompts import ANSWER_BEFORE
+from grpo.harmony import ANSWER_BEFORE
 from grpo.output.durable import whole_file
 from grpo.output.layout import BEST, run_folder, zip_path
 from grpo.settings.table import Settings

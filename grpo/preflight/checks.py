@@ -27,9 +27,10 @@ from grpo.preflight.adapter import check_start_adapter
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, expected_reward_obstacles
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
 from grpo.process.ranks import Ranks
+from grpo.reward.loading import is_by_action
 from grpo.reward.reward_checks import check_heldout, check_rewards, longest_answer_warning
-from grpo.reward.scoring import is_by_action
-from grpo.settings.parsing import load_settings, show, unknown_variables
+from grpo.settings.environment import load_settings, unknown_variables
+from grpo.settings.parsing import show
 from grpo.settings.table import TASK_FILES, Settings
 from grpo.tasks.figure_text import object_at
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from grpo.common import Problems
 from grpo.data.files import Row
-from grpo.data.heldout import read_split
-from grpo.data.prompts import render_rows
+from grpo.data.prepare import prepare_rows
 from grpo.output.folder import RunState
 from grpo.output.layout import run_folder
 from grpo.plan import hub
@@ -20,7 +19,7 @@ from grpo.plan.memory import KEPT_SHARE, LEAST_KEPT_TOKENS, Plan, PlanInputs, mi
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
 from grpo.process.ranks import Ranks
-from grpo.reward.scoring import is_by_action, reward_specs
+from grpo.reward.loading import is_by_action, reward_specs
 from grpo.settings.parsing import show
 from grpo.settings.table import Settings
 from grpo.tasks.simulator import SimulationPlan, load_simulator
@@ -67,25 +66,22 @@ def read_facts(
     """Reads the model's small files, the rows, the start adapter and the machine; adds their problems to `problems`.
     `commit` is the one of the model with which the run began, if it continues."""
     files = hub.find_model(settings.MODEL_ID, problems, commit)
-    split = read_split(settings, problems)
-    facts = Facts(
+    versions = installed_versions([*TESTED, *TESTED_VLLM])
+    has_packages = all(versions[name] for name in TESTED)
+    split = prepare_rows(settings, files if has_packages else None, problems)
+    return Facts(
         sources=sources,
         machine=dataclasses.replace(machine or read_machine(), ranks=ranks.size, here=ranks.local_size),
         ranks=ranks,
-        versions=installed_versions([*TESTED, *TESTED_VLLM]),
+        versions=versions,
         files=files,
         draft=hub.find_draft(settings.DRAFT_MODEL, files.config if files else None, problems),
         adapter=read_start_adapter(settings, sources, files.config if files else None, problems),
         rows=split.train,
         eval_rows=split.heldout,
         heldout_reason=split.reason,
-        longest_prompt=0,
+        longest_prompt=split.longest_prompt,
     )
-    if not (facts.has_packages and files and files.tokenizer):
-        return facts
-    every_row, count = [*split.train, *split.heldout], len(split.train)
-    rendered, longest = render_rows(settings, every_row, files.template, files.tokenizer, problems)
-    return dataclasses.replace(facts, rows=rendered[:count], eval_rows=rendered[count:], longest_prompt=longest)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,15 @@ from pathlib import Path
 from grpo.common import Problems
 from grpo.data.files import MOST_PROBLEMS
 from grpo.data.heldout import read_split
-from grpo.data.prompts import answer_of, count_tokens, open_answer
+from grpo.data.prompts import answer_of, count_tokens
+from grpo.harmony import open_answer
 from grpo.output.layout import ADAPTER, DELETING, NO_RUN, SETTINGS
 from grpo.plan.hub import find_model
 from grpo.plan.machine import installed_versions
 from grpo.preflight.checks import preflight
 from grpo.preflight.choices import choose_demo
 from grpo.preflight.resolve import ResolvedRun, resolve_steps
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 
 # Nothing is generated, scored or evaluated, and rows are padded, which only eager attention takes.
 ONLY_LEARNING = {

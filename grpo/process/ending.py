@@ -25,7 +25,7 @@ from grpo.output.layout import EXIT, is_full_disk
 from grpo.output.logs import detach_closed_terminal, is_unread, start_logging
 from grpo.phases import FILE_ONLY
 from grpo.process.ranks import RankLost, Ranks
-from grpo.reward.scoring import RewardError
+from grpo.reward.calling import RewardError
 from grpo.settings.table import Settings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

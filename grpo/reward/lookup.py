@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import rewards
 from grpo.data.files import Row
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
-from grpo.reward.reward_checks import ANSWER_TURN, completion_text
-from grpo.reward.scoring import Completion, Reward, read_completions, score, total
+from grpo.harmony import ANSWER_AFTER, ANSWER_BEFORE, answer_turn, assistant_turn, completion_of, parse_action
+from grpo.reward.calling import Reward
+from grpo.reward.scoring import Completion, read_completions, score, total
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerState
@@ -71,7 +70,7 @@ class RewardLookup:
         NaN for an answer that one of them leaves out, unless its weight is 0: then it changes no reward in TRL."""
         if row.id not in self.tables:
             answers = ["", *(f"[{k}]" for k in range(len(row.rewards)))]
-            texts = [completion_text(row.prompt, ANSWER_TURN.format(answer)) for answer in answers]
+            texts = [completion_of(row.prompt, answer_turn(answer)) for answer in answers]
             ids = self.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
             stops = [tokens[-1] for tokens in ids]  # No answer is truncated, whatever token ends a text.
             probes = read_completions(self.tokenizer, stops, [row] * len(ids), ids)
@@ -102,7 +101,7 @@ class RewardLookup:
         texts = self.tokenizer.batch_decode(replaced) if replaced else []  # For no rows, batch_decode returns one text.
         for (i, position, other), text in zip(tried, texts, strict=True):
             row = completions[i].row
-            if rewards.parse_action(rewards.assistant_turn(row.prompt, text), len(row.rewards)) == other:
+            if parse_action(assistant_turn(row.prompt, text), len(row.rewards)) == other:
                 positions[i] = position
         return positions
 

@@ -12,20 +12,20 @@ from statistics import fmean
 import rewards
 from grpo.common import Problems, one_line
 from grpo.data.files import Row, column_names, missing_actions_problem
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE, answer_of, count_tokens
+from grpo.data.prompts import answer_of, count_tokens
+from grpo.harmony import ASSISTANT, RETURN, answer_turn, completion_of, final_channel
 from grpo.numerals import gold_number
-from grpo.reward import scoring
-from grpo.reward.scoring import RewardError, total
+from grpo.reward.calling import RewardError, load_rewards
+from grpo.reward.loading import is_by_action, load_reward, reward_specs
+from grpo.reward.scoring import initial_trainer_state, read_completion, score, total
 from grpo.settings.parsing import show
 from grpo.settings.table import Settings
 
 Specs = Sequence[tuple[str, float]]  # (name, weight) of each reward function
 Trial = tuple[Row, list[list[float]]]  # a row, and for each answer (GARBAGE first) the reward of each function
 MOST_TRIED_ROWS = 64  # reward functions are tried on so many rows before a run
-TURN_START = "<|start|>assistant"
-ANSWER_TURN = TURN_START + ANSWER_BEFORE[:-1] + "{}" + ANSWER_AFTER[1:]
 # Answers without an action: the first ends before its final channel, the second has an empty one.
-GARBAGE = ("<|start|>assistant<|channel|>analysis<|message|>The load is<|return|>", ANSWER_TURN.format(""))
+GARBAGE = (f"{ASSISTANT}<|channel|>analysis<|message|>The load is{RETURN}", answer_turn(""))
 
 
 def check_rewards(
@@ -34,9 +34,9 @@ def check_rewards(
     """Checks that the reward functions of `text` exist, that the rows hold what they need, and that garbage earns
     less than answers. Returns (name, weight) of each function, and a warning about garbage or None."""
     try:
-        specs = scoring.reward_specs(text)
+        specs = reward_specs(text)
         for name, _ in specs:
-            scoring.load_reward(name)
+            load_reward(name)
     except ValueError as error:
         problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
         return [], None
@@ -71,7 +71,7 @@ def check_heldout(
         return
     check_answers([name for name, _ in specs], rows, problems)
     fix = f"Give the held-out rows the columns that DATA has, or {alternative}"
-    for function in scoring.load_rewards(specs, settings):
+    for function in load_rewards(specs, settings):
         # Without this column its first argument would get the completions instead.
         if function.positional in set(columns) - set(column_names(rows)):
             problems.add(where, f"{function.name} takes the column {function.positional!r}, which it lacks", fix)
@@ -121,11 +121,6 @@ def is_softmax(row: Sequence[float]) -> bool:
     return min(row) >= 0 and abs(math.fsum(row) - 1) <= 1e-3
 
 
-def completion_text(prompt: str, turn: str) -> str:
-    """The completion of a rendered `prompt` that completes it to the assistant's whole `turn`."""
-    return turn.removeprefix(rewards.assistant_turn(prompt, ""))
-
-
 def cell_kind(cell: object) -> str:
     """What a reward function may have to tell apart in a column: types, empty cells, and text that is no number."""
     if not isinstance(cell, str):
@@ -160,7 +155,7 @@ def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[in
     """Token ids of completions, and the texts that TRL decodes from them. Without a tokenizer.json the bytes stand in
     for token ids, and the final channel's text for the decoded one."""
     if tokenizer is None:
-        return [list(text.encode()) for text in texts], [rewards.final_channel(text) or "" for text in texts]
+        return [list(text.encode()) for text in texts], [final_channel(text) or "" for text in texts]
     from tokenizers import Tokenizer  # Imported late, so that the preflight can name packages that are missing.
 
     loaded = Tokenizer.from_file(str(tokenizer))
@@ -178,19 +173,19 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
     sample = sample_rows(rows)
     answered, texts = [], []  # The row of each answer, and its text.
     for row in sample:
-        # Rows stay unrendered without a tokenizer or a template: their prompt becomes TURN_START alone.
-        rendered = row if row.prompt else dataclasses.replace(row, prompt=TURN_START)
-        for turn in (*GARBAGE, *(ANSWER_TURN.format(f"[{k}]") for k in range(len(row.rewards) or 2))):
+        # Rows stay unrendered without a tokenizer or a template: their prompt becomes ASSISTANT alone.
+        rendered = row if row.prompt else dataclasses.replace(row, prompt=ASSISTANT)
+        for turn in (*GARBAGE, *(answer_turn(f"[{k}]") for k in range(len(row.rewards) or 2))):
             answered.append(rendered)
-            texts.append(completion_text(rendered.prompt, turn))
+            texts.append(completion_of(rendered.prompt, turn))
     ids, decoded = tokenize(texts, tokenizer)
     completions = [
-        scoring.read_completion(row, text, plain, len(tokens), False)
+        read_completion(row, text, plain, len(tokens), False)
         for row, text, plain, tokens in zip(answered, texts, decoded, ids, strict=True)
     ]
-    functions, state = scoring.load_rewards(specs, settings), scoring.initial_trainer_state(settings.TOTAL_STEPS)
+    functions, state = load_rewards(specs, settings), initial_trainer_state(settings.TOTAL_STEPS)
     try:
-        scores = scoring.score(functions, completions, ids, column_names(rows), state)
+        scores = score(functions, completions, ids, column_names(rows), state)
     except RewardError as error:
         tried = f"It was tried before the run on made-up answers to {len(sample)} rows"
         raise RewardError(f"{error}. {tried}, such as {completions[-1].decoded!r}") from error
@@ -221,11 +216,11 @@ def longest_answer_warning(
 def correct_completion(row: Row, names: Sequence[str]) -> str | None:
     """The shortest completion that these reward functions can take for correct; of `[k]` that with the last action.
     None if it is unknown: of an own function only the column `answer` may tell it."""
-    if row.rewards and any(name == "format" or scoring.is_by_action(name) for name in names):
-        return completion_text(row.prompt, ANSWER_TURN.format(f"[{len(row.rewards) - 1}]"))
+    if row.rewards and any(name == "format" or is_by_action(name) for name in names):
+        return completion_of(row.prompt, answer_turn(f"[{len(row.rewards) - 1}]"))
     if "gsm8k" in names:
         number = gold_number(str(row.columns.get("answer", "")))
-        return None if number is None else completion_text(row.prompt, ANSWER_TURN.format(number))
+        return None if number is None else completion_of(row.prompt, answer_turn(str(number)))
     try:
         return answer_of(row) if row.columns.get("answer") else None
     except ValueError:  # Prompt and answer open different channels.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.data.prompts import ANSWER_AFTER
+from grpo.harmony import ANSWER_AFTER
 from grpo.model.attention import KERNELS, hidden_states
 from grpo.model.load import evaluating
 from grpo.model.packing import Tokens, cut_micro_batches, pack_batch

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of other trainers (TRL, transformers, Unsloth, Axolotl, verl, tes_grpo_trl) and what to do about them here.
 
-One table answers command-line flags and environment variables. No name in it works as an alias: each gets an answer
-that names our setting, or the reason why there is none. tests/test_settings.py holds it against TRL's own fields.
+The same answers are for command-line flags and environment variables (grpo/settings/hints.py). No name works as an
+alias: each gets an answer that names our setting, or the reason why there is none. tests/test_settings.py holds the
+tables against TRL's own fields.
 """
 
 import re
+from collections.abc import Mapping
 
 # fmt: off
 # Our setting -> its names elsewhere. Meaning and unit are the same, so the value can be copied.
@@ -187,21 +189,22 @@ PEFT_TARGET = re.compile(
 )
 # fmt: on
 
-TRL_ANSWER = "TRL's argument, no setting here: "
-# Every other tool's name -> what to do instead. {} stands for the value.
-ANSWERS = {
-    name: answer
-    for answer, names in [
-        *((f"set {setting}={{}}", names) for setting, names in SYNONYMS.items()),
-        *ADVICE.items(),
-        *((f"leave it out: {reason}", names) for reason, names in UNSUPPORTED.items()),
-        *((f"{TRL_ANSWER}{reason}", names) for reason, names in TRL_ONLY.items()),
-    ]
-    for name in names.split()
-}
+
+def by_name(table: Mapping[str, str]) -> dict[str, str]:
+    """The key of each name in a table of names, which spaces separate."""
+    return {name: key for key, names in table.items() for name in names.split()}
+
+
+SETTING_OF = by_name(SYNONYMS)
+# Another tool's name -> what to do instead. {} stands for the value.
+ANSWERS = {name: f"set {setting}={{}}" for name, setting in SETTING_OF.items()} | by_name(ADVICE)
+ANSWERS |= {name: f"leave it out: {reason}" for name, reason in by_name(UNSUPPORTED).items()}
+TRL_REASONS = by_name(TRL_ONLY)
+TRL_ANSWER = "TRL's argument, no setting here: "  # stands before a reason of TRL_REASONS
 
 # Words that any program may export: as environment variables they give a warning, not an error.
-COMMON_WORDS = (
-    "MODEL SYSTEM REWARD REWARD_MODEL STEPS MAX_TOKENS MAX_LENGTH RANDOM_SEED RANDOM_STATE "
-    "ATTENTION OVERRIDE OUT OUTPUT OUTDIR OUT_DIR DATA_DIR DRY_RUN DO_EVAL OPTIM OPTIMIZER DELTA FSDP DEEPSPEED"
+_COMMON = (
+    "MODEL SYSTEM REWARD REWARD_MODEL STEPS MAX_TOKENS MAX_LENGTH RANDOM_SEED RANDOM_STATE ATTENTION OVERRIDE OUT "
+    "OUTPUT OUTDIR OUT_DIR DATA_DIR DRY_RUN DO_EVAL OPTIM OPTIMIZER DELTA FSDP DEEPSPEED"
 )
+COMMON_WORDS = frozenset(_COMMON.split())

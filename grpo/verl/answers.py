@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from pyarrow import parquet
 
-import rewards
+from grpo.harmony import final_channel
 from grpo.verl.score import has_channels
 
 
@@ -21,7 +21,7 @@ def prompt_and_answer(
     prompt = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
     if has_channels(tokenizer):  # `answer` already has the form that the model writes.
         return prompt, answer
-    conversation = [*messages, {"role": "assistant", "content": rewards.final_channel(answer)}]
+    conversation = [*messages, {"role": "assistant", "content": final_channel(answer)}]
     text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     if not text.startswith(prompt):
         raise ValueError("the chat template does not write an answer right after the prompt. Use another template")

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import rewards
 from grpo.common import Problems
 from grpo.data.files import Row, label
-from grpo.data.heldout import read_split
+from grpo.data.prepare import prepare_rows
 from grpo.data.prompts import TEMPLATE_COLUMNS, answer_of
+from grpo.harmony import final_channel
 from grpo.output.durable import read_json, whole_file, write_text
 from grpo.output.layout import check_output_dir
 from grpo.plan.hub import REAL_MODEL, has_mxfp4, is_no_hub_id
 from grpo.preflight.choices import choose_demo, choose_rewards
 from grpo.reward.reward_checks import check_heldout, check_rewards
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 from grpo.settings.table import FIELDS
 
 # The settings of train_grpo.py that apply to verl too. verl's own options are in scripts/verl/*.yaml.
@@ -68,11 +68,7 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
     if settings.INVALID_REWARD is not None and settings.INVALID_REWARD != settings.INVALID_REWARD:
         problems.add("INVALID_REWARD=nan", "verl leaves no completion out", "Set a number, or unset it")
     check_output_dir(settings, problems)
-    with_demo = choose_demo(settings, sources)[0]
-    if stage == "sft" and with_demo.EVAL_DATA is not None:
-        # SFT evaluates nothing, so files of held-out rows are not read; rows that DATA holds out stay out.
-        with_demo = dataclasses.replace(with_demo, EVAL_SAMPLES=0)
-    split = read_split(with_demo, problems)
+    split = prepare_rows(choose_demo(settings, sources)[0], None, problems, train_only=stage == "sft")
     rows, eval_rows, specs = as_messages(split.train, problems), [], []
     if stage != "sft":
         eval_rows = as_messages(split.heldout, problems)
@@ -92,7 +88,7 @@ def to_records(split: str, rows: Iterable[Row], columns: Mapping[str, None]) -> 
     for index, row in enumerate(rows):
         answer, filled = answer_of(row) or "", dataclasses.replace(row, columns=dict(columns) | row.columns)
         prompt = [{"role": role, "content": text} for role, text in row.messages]
-        truth = {"style": "rule", "ground_truth": rewards.final_channel(answer) or answer}
+        truth = {"style": "rule", "ground_truth": final_channel(answer) or answer}
         info = {"split": split, "index": index, "row": json.dumps(dataclasses.asdict(filled))}
         record = {"data_source": label(row.file), "answer": answer, "prompt": prompt, "reward_model": truth}
         records.append(record | {"extra_info": info})

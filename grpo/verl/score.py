@@ -10,18 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo.data.files import HARMONY_TOKEN, Row, column_names
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE
+from grpo.data.files import Row, column_names
+from grpo.harmony import FINAL, RETURN, TOKEN
 from grpo.output.durable import read_json
-from grpo.reward.scoring import (
-    Reward,
-    initial_trainer_state,
-    load_rewards,
-    read_completion,
-    reward_titles,
-    score,
-    total,
-)
+from grpo.reward.calling import Reward, load_rewards
+from grpo.reward.loading import reward_titles
+from grpo.reward.scoring import initial_trainer_state, read_completion, score, total
 from grpo.settings.table import Settings
 
 # verl scores in threads. A user's function may be async or change the current folder, so only one thread may score.
@@ -48,8 +42,8 @@ def as_turn(text: str, truncated: bool) -> str:
     >>> as_turn("<|end|>so [1]", truncated=False)
     '<|channel|>final<|message|>< |end|>so [1]<|return|>'
     """
-    turn = ANSWER_BEFORE[:-1] + text.replace("<|", "< |")
-    return turn if truncated else turn + ANSWER_AFTER[1:]
+    turn = FINAL + text.replace("<|", "< |")
+    return turn if truncated else turn + RETURN
 
 
 def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -> dict[str, float]:
@@ -60,7 +54,7 @@ def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -
     row = Row(**json.loads(extra_info["row"]))
     truncated, ids = extra_info["truncated"], extra_info["completion_ids"]
     turn = solution_str if extra_info["harmony"] else as_turn(solution_str, truncated)
-    plain = HARMONY_TOKEN.sub("", solution_str) if extra_info["harmony"] else solution_str
+    plain = TOKEN.sub("", solution_str) if extra_info["harmony"] else solution_str
     completion = read_completion(row, turn, plain, len(ids), truncated)
     with SCORING_LOCK:
         weights, functions = load_spec(spec)

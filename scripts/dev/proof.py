@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from grpo.common import InputError
-from grpo.data.prompts import ANSWER_BEFORE
 from grpo.evaluate.ask import prepare
 from grpo.evaluate.models import start_model
+from grpo.harmony import ANSWER_BEFORE
 from grpo.model import checkpoint
 from grpo.model import gptoss_format as gptoss
 from grpo.model.load import load_model

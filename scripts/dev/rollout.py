@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from grpo.learn.trainer import Trainer
-from grpo.model.load import VOCAB_WEIGHTS, quantized_experts, vocab_weights
+from grpo.model.experts import quantized_experts
+from grpo.model.load import VOCAB_WEIGHTS, vocab_weights
 from grpo.plan.machine import GIB, read_machine
 from grpo.process.child import run_child
 from grpo.rollout import engine as rollout_engine

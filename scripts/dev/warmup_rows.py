@@ -12,7 +12,8 @@ import torch
 from tokenizers import Tokenizer
 
 from grpo.common import InputError
-from grpo.data.prompts import ANSWER_AFTER, ANSWER_BEFORE, render
+from grpo.data.prompts import render
+from grpo.harmony import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.plan.hub import TINY_PATH
 from grpo.process.child import begin_worker, delaying_signals
 from grpo.tasks.tes import dataset

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader: what it takes, and how it refuses; the order of prompts, and their rendering."""
+"""The loader: what it takes, and how it refuses."""
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-import trl
 from helpers import RENDERED, write_csv
 from machines import only
 from test_formats import load
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from grpo.common import Problems
 from grpo.data import files
-from grpo.data.files import MOST_PROBLEMS, Row, read_rows, reward_columns
-from grpo.data.prompts import answer_of, compile_template, count_tokens, prompt_order, render, render_rows
-from grpo.settings.table import Settings
+from grpo.data.files import MOST_PROBLEMS, read_rows, reward_columns
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
 GOOD = [RENDERED.format("a"), "0.25", "0.75"]
@@ -239,135 +231,3 @@ def test_names_that_cannot_be_used(tmp_path):
     for name, words in names.items():
         read_rows("DATA", name, problems := Problems())
         assert words in only(problems)
-
-
-def test_every_epoch_asks_every_row_once_and_a_longer_run_begins_in_the_same_order():
-    order = [4, 1, 0, 3, 2, 0, 3, 1, 2, 4, 2, 0]
-    assert list(prompt_order(5, 42, 12)) == order and list(prompt_order(5, 42, 7)) == order[:7]
-
-
-TEMPLATE = (
-    "{%- for message in messages %}<|start|>{{ message['role'] }}<|message|>{{ message['content'] | trim }}"
-    "{{ {'é': 1} | tojson }}<|end|>\n{% if loop.last %}{% break %}{% endif %}{% endfor %}"
-    "{{ strftime_now('%Y-%m-%d') }} {{ reasoning_effort }}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-
-
-def test_rendering_is_transformers_own(tiny):
-    """Our renderer without torch against apply_chat_template, on a template that uses what templates use."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    messages = [("system", "Be brief.  "), ("user", "ä <b> & 'x'\n\n  y")]
-    conversation = [{"role": role, "content": text} for role, text in messages]
-    options = {"tokenize": False, "add_generation_prompt": True, "reasoning_effort": "high"}
-    options["strftime_now"] = datetime.datetime(2025, 11, 6).strftime
-    for template in (TEMPLATE, tokenizer.chat_template):
-        theirs = tokenizer.apply_chat_template(conversation, chat_template=template, **options)
-        assert render(template, messages, "high", "2025-11-06") == theirs
-        assert "2025-11-06" in theirs and "high" in theirs
-
-
-GPT_OSS = (Path(trl.__file__).parent / "chat_templates/gptoss.jinja").read_text(encoding="utf-8")
-CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "Where <it> is"}}}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": CITY}}
-FILLED = {**TOOL, "function": {**TOOL["function"], "strict": None, "parameters": {**CITY, "required": None}}}
-OWN = [  # columns of a row, and the arguments of the template that they are
-    ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
-    ({"reasoning_effort": " HIGH ", "tools": " "}, {"reasoning_effort": "high"}),
-    ({"tools": [TOOL]}, {"tools": [TOOL]}),
-    ({"tools": json.dumps([TOOL])}, {"tools": [TOOL]}),
-    ({"tools": as_numpy([TOOL, TOOL])}, {"tools": [TOOL, TOOL]}),
-    ({"tools": [FILLED]}, {"tools": [TOOL]}),
-    (
-        {"chat_template_kwargs": {"model_identity": "A plant.", "reasoning_effort": None}},
-        {"model_identity": "A plant."},
-    ),
-    (
-        {"chat_template_kwargs": '{"reasoning_effort": "high"}', "reasoning_effort": "high"},
-        {"reasoning_effort": "high"},
-    ),
-    ({"reasoning_effort": None, "tools": [], "chat_template_kwargs": ""}, {}),
-]
-
-
-def render_one(tiny, columns, template=GPT_OSS):
-    row = Row("d.csv", 3, MESSAGES, (), columns)
-    rows, _ = render_rows(Settings(REASONING_EFFORT="low"), [row], template, tiny / "tokenizer.json", p := Problems())
-    return rows[0].prompt, p
-
-
-@pytest.mark.parametrize(("columns", "arguments"), OWN)
-def test_a_row_may_have_arguments_of_the_template(tiny, columns, arguments):
-    """gpt-oss's own template, rendered by transformers with them."""
-    options = {"tokenize": False, "add_generation_prompt": True, "reasoning_effort": "low"} | arguments
-    options["strftime_now"] = datetime.datetime(2025, 11, 6).strftime
-    theirs = AutoTokenizer.from_pretrained(tiny).apply_chat_template(TALK, chat_template=GPT_OSS, **options)
-    ours, problems = render_one(tiny, columns)
-    assert not problems and ours == theirs
-    assert (ours == render_one(tiny, {})[0]) == (not arguments), "each of them changes the prompt"
-
-
-MISTAKEN = [  # columns of a row, part of the problem
-    ({"reasoning_effort": "hard"}, "reasoning_effort: 'hard' is not accepted, expected one of low, medium, high"),
-    ({"reasoning_effort": 3}, "column reasoning_effort: 3 is not text"),
-    ({"chat_template_kwargs": {"reasoning_effort": "max"}}, "reasoning_effort: 'max' is not accepted"),
-    ({"chat_template_kwargs": {"enable_thinking": False}}, "the model's chat template takes no enable_thinking"),
-    ({"chat_template_kwargs": {"model_identiy": "x"}}, "takes no model_identiy; the nearest is model_identity"),
-    ({"chat_template_kwargs": {"messages": []}}, "takes no messages"),
-    ({"chat_template_kwargs": "high"}, "column chat_template_kwargs: it is neither JSON nor"),
-    ({"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}, "has another reasoning_effort"),
-    ({"tools": "a hammer"}, "column tools: it is neither JSON nor"),
-    ({"tools": TOOL}, "is not a list of functions as JSON schemas"),
-    ({"tools": [{**TOOL, "function": {**TOOL["function"], "description": "<|end|>"}}]}, "holds <|end|>, which ends"),
-    ({"tools": ["weather"]}, "its chat template fails on d.csv, row 3"),
-]
-
-
-@pytest.mark.parametrize(("columns", "words"), MISTAKEN)
-def test_an_argument_that_would_change_nothing_is_refused(tiny, columns, words):
-    assert words in only(render_one(tiny, columns)[1])
-
-
-def test_a_template_without_tools_takes_none_and_a_broken_one_is_named(tiny):
-    plain = (tiny / "chat_template.jinja").read_text(encoding="utf-8")
-    assert "d.csv, row 3: the model's chat template takes no tools" in only(
-        render_one(tiny, {"tools": [TOOL]}, plain)[1]
-    )
-    assert "its chat template fails" in only(render_one(tiny, {"tools": [TOOL]}, "{{")[1])
-
-
-def test_many_rows_are_rendered_and_counted_as_few(tiny, monkeypatch):
-    """With one compilation, in several batches."""
-    path = tiny / "tokenizer.json"
-    monkeypatch.setattr("grpo.data.prompts.PROMPTS_PER_BATCH", 10)
-    compile_template.cache_clear()
-    texts = [f"hour {n} <|end|><|endoftext|>  CO₂\n{n * n}" for n in range(30)] + ["", "plain"]
-    rows = [Row("d.csv", 1, (("user", text),), (), {}) for text in texts * 2]
-    template = RENDERED.format("{{ messages[0]['content'] }}")
-    rendered, longest = render_rows(Settings(), rows, template, path, problems := Problems())
-    assert compile_template.cache_info().misses == 1 and not problems
-    tokenizer, prompts = Tokenizer.from_file(str(path)), list(dict.fromkeys(row.prompt for row in rendered))
-    assert count_tokens(path, prompts) == {text: len(tokenizer.encode(text)) for text in prompts}
-    assert longest == max(len(tokenizer.encode(text)) for text in prompts)
-
-
-ANSWERS = [
-    ({"answer": " [2] "}, "", "<|channel|>final<|message|>[2]<|return|>"),
-    ({"answer": "<|channel|>analysis<|message|>So.<|end|>"}, "", "<|channel|>analysis<|message|>So.<|end|><|return|>"),
-    ({"answer": "", "rewards": (0.1, 0.7, 0.2)}, "", "<|channel|>final<|message|>[1]<|return|>"),
-    ({"rewards": (0.0, 0.0, 1.0), "q": (-1.0, -2.0, -3.0)}, "", "<|channel|>final<|message|>[0]<|return|>"),
-    ({"rewards": (0.1, 0.7)}, "<|channel|>final<|message|>", "[1]<|return|>"),
-    ({"rewards": (0.5, 0.5)}, "", None),
-    ({}, "", None),
-]
-
-
-@pytest.mark.parametrize(("parts", "opened", "answer"), ANSWERS)
-def test_the_answer_of_a_row(parts, opened, answer):
-    prompt = RENDERED.format("which one?") + opened
-    columns = {name: text for name, text in parts.items() if name == "answer"}
-    row = Row("f.csv", 1, (("rendered", prompt),), parts.get("rewards", ()), columns, q=parts.get("q", ()))
-    assert answer_of(row) == answer
-    if answer:
-        other = dataclasses.replace(row, messages=(("rendered", f"{RENDERED}<|channel|>commentary"),))
-        with pytest.raises(ValueError, match="opens '<|channel|>commentary'"):
-            answer_of(other)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from grpo.common import InputError
 from grpo.evaluate.saved_adapter import note_best
 from grpo.output.durable import file_sha256, write_sealed
-from grpo.output.folder import ADAPTER
+from grpo.output.layout import ADAPTER
 
 
 @pytest.fixture

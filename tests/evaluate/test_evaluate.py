@@ -22,10 +22,10 @@ from grpo.common import Problems
 from grpo.evaluate.models import start_vllm_model
 from grpo.evaluate.progress import Progress
 from grpo.evaluate.saved_adapter import recorded_settings
-from grpo.output.durable import sealed
-from grpo.plan.hub import find_model, read_json
+from grpo.output.durable import read_json, sealed
+from grpo.plan.hub import find_model
 from grpo.rollout.engine import EngineError
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 from grpo.settings.table import Settings
 from grpo.tasks.tes.record import MODEL_POLICIES
 from grpo.tasks.tes.simulator import SIMULATOR, make_plan

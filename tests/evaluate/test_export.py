@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from grpo.evaluate.export import export
 from grpo.model.checkpoint import expected_tensors, write_tensors
-from grpo.output.folder import ADAPTER
-from grpo.plan.hub import read_json
+from grpo.output.durable import read_json
+from grpo.output.layout import ADAPTER
 from grpo.plan.targets import LINEAR_MODULES, expected_shapes
 from grpo.plan.tensors import WEIGHTS_INDEX
 

@@ -17,8 +17,9 @@ from grpo.data.files import Row
 from grpo.evaluate.heldout_reward import HeldoutEvaluation
 from grpo.evaluate.progress import Progress
 from grpo.output.best import loading_advice
-from grpo.output.folder import ADAPTER, BEST, RunState
-from grpo.plan.hub import read_json
+from grpo.output.durable import read_json
+from grpo.output.folder import RunState
+from grpo.output.layout import ADAPTER, BEST
 from grpo.settings.table import Settings
 from grpo.tasks.simulator import SimulationPlan
 

@@ -10,7 +10,7 @@ from hub_server import STRANGER, TOKEN
 from run_folders import metrics_row, write_run
 from safetensors.torch import load
 
-from grpo.output.folder import ADAPTER
+from grpo.output.layout import ADAPTER
 
 
 @pytest.fixture

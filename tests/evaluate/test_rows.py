@@ -26,7 +26,7 @@ from grpo.data.heldout import date_of, hold_out
 from grpo.evaluate import by_hand
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, are_figures
 from grpo.output.durable import read_json, read_sealed
-from grpo.reward.scoring import RewardError
+from grpo.reward.calling import RewardError
 
 HEADER = ["date", "question", "reward_action_0", "reward_action_1"]
 DAYS = 2  # of the thirty, by the hash of each

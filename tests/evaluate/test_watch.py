@@ -15,8 +15,7 @@ from helpers import ROOT
 from run_folders import GPU, metrics_row, write_checkpoint, write_run
 
 from grpo.common import InputError
-from grpo.output.folder import COMPLETE
-from grpo.output.layout import lock_run
+from grpo.output.layout import COMPLETE, lock_run
 from grpo.output.logs import banner_text
 
 

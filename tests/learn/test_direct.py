@@ -9,7 +9,7 @@ from ranked import in_ranks
 from test_expected_reward import LOSSES, REWARDS, rows_with, trainer_with
 from trainers import apart, gradient_of, moved_by_training
 
-from grpo.data.prompts import open_answer
+from grpo.harmony import open_answer
 from grpo.learn import learner
 from grpo.model.attention import unwrap_peft
 from grpo.reward.lookup import action_tokens

@@ -14,13 +14,14 @@ from ranked import in_ranks
 from trainers import apart, loss_and_gradients, make, moved_by_training, plain_float32, plain_trl, policy_logps, uniform
 
 from grpo.data.files import Row
+from grpo.harmony import assistant_turn, parse_action
 from grpo.learn.expected_reward import StepRewards, expected_rewards, mean_and_scale, token_advantages
 from grpo.model.load import load_tokenizer
+from grpo.reward.calling import load_rewards
 from grpo.reward.lookup import AnswerRewards, RewardLookup, action_tokens
-from grpo.reward.scoring import Completion, initial_trainer_state, load_rewards
-from grpo.settings.parsing import load_settings
+from grpo.reward.scoring import Completion, initial_trainer_state
+from grpo.settings.environment import load_settings
 from grpo.settings.table import FIELDS
-from rewards import assistant_turn, parse_action
 
 pytestmark = pytest.mark.numeric
 in_float64 = test_losses.in_float64  # a fixture

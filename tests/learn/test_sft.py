@@ -19,7 +19,7 @@ from grpo.common import InputError
 from grpo.learn.finite import NotFinite
 from grpo.learn.sft import learn_answers, sft_options, tokenize_pairs
 from grpo.model.load import load_tokenizer
-from grpo.output.folder import ADAPTER
+from grpo.output.layout import ADAPTER
 from grpo.preflight.checks import preflight
 from grpo.preflight.sft import sft_preflight
 from grpo.settings.table import Settings

@@ -8,7 +8,7 @@ from trainers import LOSSES, apart, make, plain_float32, plain_trl, sample_with,
 
 from grpo.learn.distributed import flat_adapter
 from grpo.learn.trainer import Trainer
-from grpo.reward.scoring import Reward
+from grpo.reward.calling import Reward
 from grpo.settings.table import Settings
 
 pytestmark = pytest.mark.numeric

@@ -18,7 +18,8 @@ from grpo.learn.options import GRPO_SETTINGS, TRAINING_SETTINGS
 from grpo.model.load import load_tokenizer
 from grpo.preflight.checks import preflight
 from grpo.rollout.sampler import rollout_sampling
-from grpo.settings.parsing import load_settings, parse_value
+from grpo.settings.environment import load_settings
+from grpo.settings.parsing import parse_value
 from grpo.settings.table import FIELDS
 
 

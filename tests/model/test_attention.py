@@ -9,7 +9,7 @@ from reference_kernel import REFERENCE
 from grpo.model.attention import KERNELS, SinkAttention, hidden_states
 from grpo.model.load import load_model
 from grpo.model.packing import pack_batch
-from grpo.plan.hub import read_json
+from grpo.output.durable import read_json
 
 pytestmark = pytest.mark.numeric
 

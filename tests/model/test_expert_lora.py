@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import train_grpo
 from grpo.model import experts
 from grpo.model.expert_lora import ExpertAdapter, experts_wrapped, lora_factors, update_norm, weight_norm
-from grpo.plan.hub import read_json
+from grpo.output.durable import read_json
 from grpo.plan.targets import expected_shapes
 from grpo.settings.table import Settings
 

@@ -14,7 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.model import experts
 from grpo.model.experts import experts_forward, quantized_experts
-from grpo.plan.hub import read_json
+from grpo.output.durable import read_json
 
 pytestmark = pytest.mark.numeric
 

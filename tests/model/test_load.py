@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo.model.experts import quantized_experts
 from grpo.model.load import choose_threads, load_adapter, load_base, load_quantized, load_tokenizer
-from grpo.plan.hub import read_json
+from grpo.output.durable import read_json
 from grpo.process.ending import UnloadableModel
 from grpo.settings.table import Settings
 

@@ -10,7 +10,7 @@ from damage import KINDS
 
 from grpo.output.best import adapter_fault, is_better, keep_best, loading_advice, read_best, recover_best, replace_best
 from grpo.output.durable import write_sealed
-from grpo.output.folder import ADAPTER, BEST
+from grpo.output.layout import ADAPTER, BEST
 
 
 def kept(folder, step, regret, by="plant", measured=None, reward=0.5):

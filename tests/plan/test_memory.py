@@ -15,9 +15,10 @@ from machines import CPU, H100, LARGE_CONFIG
 from peft import LoraConfig, get_peft_model
 
 import train_grpo
+from grpo.output.durable import read_json
 from grpo.plan import memory
 from grpo.plan.engine_memory import capture_sizes
-from grpo.plan.hub import REAL_CONFIG, DraftModel, checkpoint_gib, read_json
+from grpo.plan.hub import REAL_CONFIG, DraftModel, checkpoint_gib
 from grpo.plan.machine import GIB
 from grpo.settings.parsing import MAY_CHANGE, parse_value
 from grpo.settings.table import Settings

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from grpo.model.checkpoint import expected_tensors
-from grpo.plan.hub import read_json
+from grpo.output.durable import read_json
 from grpo.plan.tensors import listed_tensors, names_fault, tensor_names
 
 

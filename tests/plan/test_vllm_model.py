@@ -4,7 +4,8 @@
 import pytest
 from machines import only
 
-from grpo.plan.hub import REAL_CONFIG, read_json
+from grpo.output.durable import read_json
+from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.vllm_model import fixed_faults, vllm_faults
 
 ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}

@@ -13,11 +13,12 @@ from machines import only, resolved_run
 
 from grpo.common import Problems
 from grpo.output.checkpoints import begin_checkpoint, finish_checkpoint
-from grpo.output.durable import file_sha256
-from grpo.output.folder import ADAPTER, RunState
-from grpo.plan.hub import REAL_CONFIG, read_json
+from grpo.output.durable import file_sha256, read_json
+from grpo.output.folder import RunState
+from grpo.output.layout import ADAPTER
+from grpo.plan.hub import REAL_CONFIG
 from grpo.preflight.adapter import check_start_adapter, read_start_adapter
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 
 
 def start(tiny, folder, model=None, **environ):

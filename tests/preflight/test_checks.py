@@ -21,7 +21,7 @@ from grpo.plan.memory import plan_memory
 from grpo.preflight import banner, checks, resolve
 from grpo.preflight.choices import EXPERTS_REASONS
 from grpo.process.ranks import Ranks
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 from grpo.settings.table import FIELDS, Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]

@@ -11,7 +11,7 @@ from helpers import ROOT
 
 from grpo.data.files import Row
 from grpo.preflight import choices
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 from grpo.settings.table import Settings
 
 BARE = Row("old.csv", 1, (("user", "x"),), (0.5, 0.5), {})

@@ -10,7 +10,8 @@ from helpers import RENDERED, ROOT, write_csv
 from machines import CPU, H100, only, resolved_run
 
 from grpo.data.files import Row
-from grpo.data.prompts import ANSWER_BEFORE, answer_of, open_answer
+from grpo.data.prompts import answer_of
+from grpo.harmony import ANSWER_BEFORE
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.preflight.banner import banner
@@ -101,15 +102,6 @@ def test_the_plan_has_no_rollout():
     assert plan.engine is None and plan.micro_batch == plan.generation_batch == 32
     assert plan.generation == 0 < plan.learning
     assert plan.peak < 70
-
-
-@pytest.mark.parametrize("end", ["", "<|channel|>final<|message|>", "<|channel|>analysis<|message|>So<|end|>" + START])
-def test_a_prompt_is_opened_up_to_the_bracket(end):
-    opened = open_answer(f"<|start|>user<|message|>x<|end|>{START}{end}")
-    assert opened.endswith(START + ANSWER_BEFORE) and opened.count(ANSWER_BEFORE) == 1
-    assert open_answer(opened) == opened
-    with pytest.raises(ValueError, match="the prompt ends with"):
-        open_answer(opened + "1")
 
 
 def test_a_prompt_that_opens_another_channel_is_refused(direct_run, tmp_path):

@@ -13,7 +13,7 @@ import watch
 from helpers import QUESTION, ROOT, SYSTEM, read_csv, run_python, run_script
 from runs import assert_same_run
 
-from grpo.data.prompts import ANSWER_BEFORE
+from grpo.harmony import ANSWER_BEFORE
 
 SETTINGS = {
     "MODEL_ID": "tiny", "DIRECT_ANSWERS": 1, "TOTAL_STEPS": 4, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 6, "SEED": 5,

@@ -77,7 +77,7 @@ def test_what_a_reward_function_leaves_behind_does_not_keep_a_program_alive(left
 
 FAILURES = """
 import sys
-from grpo.reward.scoring import RewardError
+from grpo.reward.calling import RewardError
 from grpo.process.ending import UnloadableModel, run_script
 from grpo.common import InputError
 def fail():

@@ -24,10 +24,9 @@ import train_grpo
 from grpo.evaluate.heldout_reward import HeldoutEvaluation
 from grpo.learn.distributed import adapter_parameters
 from grpo.learn.learner import Learner
-from grpo.output.checkpoints import finish_checkpoint
+from grpo.output.checkpoints import find_checkpoint, finish_checkpoint
 from grpo.output.durable import read_sealed
-from grpo.output.folder import COMPLETE, find_checkpoint
-from grpo.output.layout import ADAPTER, MANIFEST
+from grpo.output.layout import ADAPTER, COMPLETE, MANIFEST
 from grpo.process import ending
 from grpo.process.ending import SIGNALS, StopRequest, UnloadableModel
 

@@ -18,7 +18,8 @@ from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held,
 
 from grpo.data.prompts import prompt_order
 from grpo.output.best import loading_advice, read_best
-from grpo.output.folder import COMPLETE, find_checkpoint
+from grpo.output.checkpoints import find_checkpoint
+from grpo.output.layout import COMPLETE
 from grpo.output.logs import COMPLETIONS, METRICS
 
 

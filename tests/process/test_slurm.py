@@ -14,7 +14,7 @@ import pytest
 from helpers import write_commands
 from runs import finish, go_on, has_line, start_held, wait_until
 
-from grpo.output.folder import find_checkpoint
+from grpo.output.checkpoints import find_checkpoint
 from grpo.output.layout import EXIT
 
 # srun starts its command once a node; scancel signals every process of the step, as slurmd does.

@@ -11,7 +11,8 @@ from helpers import ROOT, read_csv, run_script
 from hub_server import HubServer
 
 from grpo.output.logs import COMPLETIONS, METRICS
-from grpo.settings.parsing import accepted_words, load_settings
+from grpo.settings.environment import load_settings
+from grpo.settings.parsing import accepted_words
 from grpo.settings.table import FIELDS, TASKS
 
 SHORT = "def short(completions, **columns): return [-len(text) / 1000 for text in completions]\n"

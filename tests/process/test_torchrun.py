@@ -17,8 +17,8 @@ from helpers import ROOT, SCRIPT, read_csv, run_python, run_script
 from runs import ASKED, SETTINGS, environment, finish, go_on, has_line, start_held, wait_until
 from safetensors.torch import load_file
 
+from grpo.output.checkpoints import find_checkpoint
 from grpo.output.durable import read_sealed
-from grpo.output.folder import find_checkpoint
 from grpo.output.layout import ADAPTER, EXIT
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")

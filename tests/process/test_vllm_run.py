@@ -16,8 +16,8 @@ from stub_vllm import pretend_vllm, stub_engine
 
 import train_grpo
 from grpo.model.load import paged_tensors
+from grpo.output.checkpoints import find_checkpoint
 from grpo.output.durable import SCRATCH
-from grpo.output.folder import find_checkpoint
 from grpo.rollout import paged_weights
 from grpo.rollout.weight_sync import write_adapter
 from grpo.settings.table import FIELDS

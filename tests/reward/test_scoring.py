@@ -1,77 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions: what they get, and what they may return."""
+"""Figures of completions, and what reward functions get where no trainer is."""
 
-from __future__ import annotations
-
-import contextlib
 import dataclasses
-import gc
 import math
-import sys
-from pathlib import Path
 
-import pytest
-import torch
-from helpers import ROOT, run_python
 from transformers import TrainerState
 
 from grpo.data.files import Row
-from grpo.reward import scoring
-from grpo.reward.scoring import (
-    RewardError,
-    initial_trainer_state,
-    load_rewards,
-    read_completion,
-    reward_callable,
-    score,
-)
-from grpo.settings.table import Settings
-
-RESULTS = [
-    ("[1, None, 0.5]", None),
-    ("[True, 0, 1]", None),
-    ("__import__('numpy').ones(3)", None),
-    ("list(__import__('numpy').ones(3, 'float32'))", None),
-    ("[1, 2]", "returned 2 rewards for 3"),
-    ("None", "returned NoneType"),
-    ("['a', 1, 2]", "returned 'a'"),
-    ("[1, 2, float('inf')]", "returned inf"),
-    ("[1, 2, -1e20]", "returned -1e.20, which is neither"),
-    ("__import__('json').loads('x')", r"raised JSONDecodeError: .*\(returns_[0-9]+.py, line 2\)"),
-]
-
-
-@pytest.mark.parametrize(("result", "message"), RESULTS)
-def test_what_a_reward_may_return(result, message, tmp_path, monkeypatch):
-    name = f"returns_{abs(hash(result))}"
-    (tmp_path / f"{name}.py").write_text(f"async def score(completions, **columns):\n    return {result}\n")
-    monkeypatch.chdir(tmp_path)
-    reward = reward_callable(f"{name}:score", "score", Settings())
-    expected = pytest.raises(RuntimeError, match=f"REWARDS: {name}:score {message}")
-    with expected if message else contextlib.nullcontext():
-        assert len(reward(["a", "b", "c"])) == 3
-
-
-ODD = """
-class Odd(Exception):
-    def __repr__(self):
-        return 1 / 0
-    __str__ = __repr__
-def raises(completions, **columns):
-    raise Odd
-def returns(completions, **columns):
-    return [Odd()]
-"""
-
-
-def test_objects_whose_text_raises_are_named(tmp_path, monkeypatch):
-    (tmp_path / "odd_rewards.py").write_text(ODD)
-    monkeypatch.chdir(tmp_path)
-    faults = {"raises": r"raised Odd: its text cannot be made: ZeroDivisionError \(odd_rewards.py, line 7\)"}
-    faults["returns"] = "returned its text cannot be made: ZeroDivisionError, which is neither"
-    for name, fault in faults.items():
-        with pytest.raises(RewardError, match=f"REWARDS: odd_rewards:{name} {fault}"):
-            reward_callable(f"odd_rewards:{name}", name, Settings())(["a"])
+from grpo.reward.scoring import completion_rates, initial_trainer_state, partial_none_text, read_completion
 
 
 def test_rates_of_completions():
@@ -81,170 +17,11 @@ def test_rates_of_completions():
 
     def rates(row):
         texts = [(f"<|channel|>final<|message|>{text}<|return|>", tokens, cut) for text, tokens, cut in answers]
-        return scoring.completion_rates([read_completion(row, text, "", tokens, cut) for text, tokens, cut in texts])
+        return completion_rates([read_completion(row, text, "", tokens, cut) for text, tokens, cut in texts])
 
     lengths = {"clipped_ratio": 0.25, "tokens_mean": 25, "tokens_max": 40}
     assert rates(row) == lengths | {"parse_rate": 0.5, "best_action_rate": 0.25}
     assert rates(dataclasses.replace(row, rewards=())) == lengths | {"parse_rate": 0.75, "best_action_rate": 0}
-
-
-TURN = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>"
-PLAIN = "analysisHmassistantfinal{}"  # what TRL decodes of it
-
-
-def scores_of(names, row, texts):
-    """The rewards of these answers to a row (N, F), with functions called as the trainer calls them."""
-    functions = load_rewards([(name, 1.0) for name in names], Settings())
-    completions = [read_completion(row, TURN.format(text), PLAIN.format(text), 3, False) for text in texts]
-    return score(functions, completions, [[1, 2, 3]] * len(texts), list(row.columns), initial_trainer_state(5))
-
-
-def scores(name, row, texts):
-    return [value for (value,) in scores_of([name], row, texts)]
-
-
-TEXT = Row("d.jsonl", 1, (("user", "2 + 2?"),), (), {}, "<|start|>assistant", trl_prompt="2 + 2?")
-CHAT = dataclasses.replace(TEXT, trl_prompt=[{"role": "user", "content": "2 + 2?"}])
-
-
-@pytest.mark.parametrize("row", [TEXT, CHAT])
-def test_a_first_argument_of_another_name_gets_whole_turns(row, tmp_path, monkeypatch):
-    """By position; test_wiring.py shows that all other functions are called as TRL calls them."""
-    monkeypatch.delitem(sys.modules, "my_turns", raising=False)  # of the other case, whose folder was another
-    code = "return [float(x.startswith('<|start|>assistant')) for x in texts]"
-    (tmp_path / "my_turns.py").write_text(f"def turns(texts, *, prompts, **columns): {code}")
-    monkeypatch.chdir(tmp_path)
-    assert scores("my_turns:turns", row, ["so 4", "boxed{4}"]) == [1.0, 1.0]
-
-
-HIDDEN = [  # the user's own file, what REWARDS name, and what hides it
-    ("rewards.py", "rewards:regret", "the project's own module"),
-    ("rewards.py", "rewards:mine", "which has no such function"),
-    ("rewards/__init__.py", "rewards:regret", "a package"),
-    ("own_folder/mine.py", "own_folder.mine:regret", None),
-    ("json.py", "json:loads", "the standard library's"),
-    ("grpo/__init__.py", "grpo.mine:regret", "a module inside of a hidden package"),
-    ("numpy.py", "numpy:mean", "a library's"),
-]
-
-
-@pytest.mark.parametrize(("file", "name", "hidden_by"), HIDDEN)
-def test_a_module_of_ones_own_is_not_taken_for_another_of_its_name(file, name, hidden_by, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_text("def regret(completions, **columns):\n    return [7.0] * len(completions)\n")
-    if hidden_by:
-        with pytest.raises(ValueError, match=rf"{file} is hidden by /.*, which has the same name: rename yours"):
-            scoring.load_reward(name)
-    else:
-        assert scores(name, TEXT, ["x"]) == [7.0], "a folder without __init__.py hides nothing and is not hidden"
-
-
-def test_the_projects_own_rewards_may_be_named_in_its_folder(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert scoring.load_reward("rewards:regret") is scoring.load_reward("regret")
-
-
-SOLVED = dataclasses.replace(CHAT, columns={"solution": "$4$"})
-
-
-def test_trls_own_rewards_run_as_they_are(tmp_path, monkeypatch):
-    """Its functions by their names, its factories by a module of one's own."""
-    assert scores("trl.rewards:accuracy_reward", SOLVED, [r"\boxed{4}", r"\boxed{5}"]) == [1.0, 0.0]
-    module = "from trl.rewards import *\nlong = get_soft_overlong_punishment(4, 2)\n"
-    (tmp_path / "my_made_rewards.py").write_text(module)
-    monkeypatch.chdir(tmp_path)
-    assert scores("my_made_rewards:long", CHAT, ["x"]) == [-0.5]
-
-
-GREEDY = """
-def takes(prompts, completions, completion_ids, tags, **columns):
-    for values in (prompts, completions, completion_ids, tags, tags[0], completion_ids[0], columns["raw_completions"]):
-        values.pop()
-    if prompts and isinstance(prompts[0], list):
-        prompts[0][0]["content"] = completions[0][0]["content"] = ""
-    return [1.0, 1.0]
-def looks(prompts, completions, completion_ids, tags, raw_completions, **columns):
-    whole = len(prompts) == len(completions) == len(completion_ids) == len(raw_completions) == 2
-    text = "2 + 2?" in str(prompts[0]) and "assistantfinal[0]" in str(completions[0])
-    return [float(whole and text and tags == [["a", "b"]] * 2 and completion_ids[0] == [1, 2, 3])] * 2
-"""
-
-
-@pytest.mark.parametrize("row", [TEXT, CHAT])
-def test_a_function_that_changes_its_lists_changes_nothing_for_others(row, tmp_path, monkeypatch):
-    """Neither for those behind it nor in the next step, where the rows are the same."""
-    monkeypatch.delitem(sys.modules, "my_greedy", raising=False)  # of the other case, whose folder was another
-    (tmp_path / "my_greedy.py").write_text(GREEDY)
-    monkeypatch.chdir(tmp_path)
-    row = dataclasses.replace(row, columns=row.columns | {"tags": ["a", "b"]})
-    for _ in range(2):
-        values = scores_of(["my_greedy:takes", "my_greedy:looks", "format"], row, ["[0]", "so"])
-        assert values == [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
-
-
-JUDGES = """
-import asyncio
-limit, meeting, loops = asyncio.Semaphore(1), asyncio.Event(), set()
-async def ask():
-    loops.add(asyncio.get_running_loop())
-    async with limit:
-        await asyncio.sleep(0.01)
-    return 1.0
-async def first(completions, **columns):
-    await asyncio.wait_for(meeting.wait(), 10)
-    return await asyncio.gather(*(ask() for _ in completions))
-async def second(completions, **columns):
-    meeting.set()
-    return [float(len(loops))] * len(completions)
-def plain(completions, **columns):
-    return [float(meeting.is_set())] * len(completions)
-async def leaves(completions, **columns):
-    raise SystemExit("enough")
-def fails(completions, **columns):
-    raise ValueError("no")
-"""
-
-
-@pytest.fixture
-def judges(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "my_judges", raising=False)
-    (tmp_path / "my_judges.py").write_text(JUDGES)
-    monkeypatch.chdir(tmp_path)
-
-
-def test_async_functions_share_one_loop_for_the_whole_run(judges):
-    """Its semaphore belongs to the loop that used it first; functions run together, after those that are not async."""
-    names = ["my_judges:first", "my_judges:second", "my_judges:plain"]
-    assert scores_of(names, TEXT, ["[0]", "[1]"]) == [[1.0, 0.0, 0.0]] * 2, "first waits for second, second for plain"
-    assert scores_of(names, TEXT, ["[0]", "[1]"]) == [[1.0, 1.0, 1.0]] * 2, "the second call, of the same loop"
-
-
-@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")  # Files of earlier tests may be collected here.
-def test_an_async_function_that_fails_ends_no_loop(judges):
-    for names in (["my_judges:leaves", "my_judges:second"], ["my_judges:second", "my_judges:fails"]):
-        with pytest.raises(scoring.RewardError, match=r"my_judges:(leaves|fails) raised (SystemExit|ValueError)"):
-            scores_of(names, TEXT, ["[0]"])
-    gc.collect()  # A coroutine that nobody awaited would warn.
-    assert scores("my_judges:second", TEXT, ["[0]"])
-
-
-COLUMNS = """
-def first(answer, **columns): return [float(a == "4") for a in answer]
-def both(answer, completions, **columns): return [float("4" in c and a == "4") for a, c in zip(answer, completions)]
-def optional(factor=2.0, **columns): return [factor for _ in columns["prompts"]]
-def turns(answers, **columns): return [float(text.startswith("<|start|>")) for text in answers]
-"""
-
-
-@pytest.mark.parametrize("name", ["first", "both", "optional", "turns"])
-def test_a_first_argument_that_is_a_column_or_has_a_default_is_given_by_keyword(name, tmp_path, monkeypatch):
-    """As in TRL; only a name that nothing else has gets the completions."""
-    monkeypatch.delitem(sys.modules, "my_columns", raising=False)
-    (tmp_path / "my_columns.py").write_text(COLUMNS)
-    monkeypatch.chdir(tmp_path)
-    row = dataclasses.replace(TEXT, columns={"answer": "4"})
-    assert scores(f"my_columns:{name}", row, ["4"]) == [2.0 if name == "optional" else 1.0]
 
 
 def test_the_state_before_training_has_all_that_training_has():
@@ -255,68 +32,7 @@ def test_the_state_before_training_has_all_that_training_has():
     assert all(ours[name] for name in counts), "a function may divide by it"
 
 
-FORKS = """
-from grpo.reward.scoring import reward_callable
-from grpo.settings.table import Settings
-print(reward_callable("my_forks:{name}", "{name}", Settings())(["[0]", "[1]"]), flush=True)
-"""
-FORKING = """
-import os
-{at_import}
-def plain(completions, **columns):
-    os.fork()
-    return [1.0 for _ in completions]
-def fails(completions, **columns):
-    if os.fork() == 0:
-        raise ValueError("in the copy")
-    return [1.0 for _ in completions]
-async def waits(completions, **columns):
-    os.fork()
-    return [1.0 for _ in completions]
-def still(completions, **columns):
-    return [1.0 for _ in completions]
-"""
-
-
-@pytest.mark.parametrize("name", ["plain", "fails", "waits", "still"])
-def test_a_function_that_forks_returns_in_one_process_alone(name, tmp_path):
-    """Two processes would train in one folder. The last module forks when it is imported."""
-    (tmp_path / "my_forks.py").write_text(FORKING.format(at_import="os.fork()" if name == "still" else ""))
-    done = run_python("-c", FORKS.format(name=name), cwd=tmp_path, PYTHONPATH=ROOT)
-    assert done.stdout == "[1.0, 1.0]\n"
-    assert done.stderr == f"REWARDS: my_forks:{name} forked a process and returned in it; the copy ends here\n"
-
-
-MOVING = """
-import os, torch
-os.chdir("/")
-torch.set_grad_enabled(False)
-def plain(completions, **columns):
-    os.chdir("/")
-    torch.set_grad_enabled(False)
-    torch.set_default_dtype(torch.float64)
-    return [1.0 for _ in completions]
-async def waits(completions, **columns):
-    return plain(completions)
-"""
-
-
-@pytest.mark.parametrize("name", ["plain", "waits"])
-def test_the_run_stays_where_it_is_and_torch_as_it_was(name, tmp_path, monkeypatch):
-    """A run whose OUTPUT_DIR is relative was written elsewhere."""
-    monkeypatch.delitem(sys.modules, "my_moves", raising=False)
-    (tmp_path / "my_moves.py").write_text(MOVING)
-    monkeypatch.chdir(tmp_path)
-    assert scores(f"my_moves:{name}", TEXT, ["[0]"]) == [1.0]
-    assert (Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()) == (tmp_path, True, torch.float32)
-
-
 def test_a_none_beside_a_number_is_said():
-    text = scoring.partial_none_text(["judge", "length"], [[math.nan, 0.5], [1.0, 0.5], [math.nan, math.nan]])
+    text = partial_none_text(["judge", "length"], [[math.nan, 0.5], [1.0, 0.5], [math.nan, math.nan]])
     assert text.startswith("REWARDS: judge for 1 of 3 completions returned None, and other functions a number")
-    assert scoring.partial_none_text(["judge", "length"], [[1.0, 0.5], [math.nan, math.nan]]) is None
-
-
-def test_titles_tell_functions_apart():
-    names = ["action", "mine:score", "yours:score", "mine:last"]
-    assert scoring.reward_titles(names) == ["action", "mine:score", "yours:score", "last"]
+    assert partial_none_text(["judge", "length"], [[1.0, 0.5], [math.nan, math.nan]]) is None

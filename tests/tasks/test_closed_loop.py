@@ -15,7 +15,9 @@ from test_tes_plant import hour_by_hand
 
 from grpo.common import Problems
 from grpo.data.files import read_file
-from grpo.data.prompts import render, render_rows
+from grpo.data.heldout import Split
+from grpo.data.prepare import prepare_rows
+from grpo.data.prompts import render
 from grpo.plan.hub import find_model
 from grpo.settings.table import Settings
 from grpo.tasks.tes import closed_loop as loop
@@ -79,7 +81,7 @@ def test_prompts_are_those_of_the_dataset(kind, tiny, tmp_path):
     path.write_text(rows_csv([row for w in WINDOWS for row, _ in trajectory(w, rng, kind, 150.0, 0)]))
     problems = Problems()
     files, s = find_model("tiny", problems), Settings(MODEL_ID="tiny", MAX_PROMPT_LEN=9999)
-    rows, _ = render_rows(s, read_file(path, problems), files.template, files.tokenizer, problems)
+    rows = prepare_rows(s, files, problems, Split(read_file(path, problems), [], "")).train
     assert not problems and prompt_kind([row.messages for row in rows]) == kind
     render_state = renderer(kind, lambda turns: render(files.template, turns, s.REASONING_EFFORT, s.PROMPT_DATE))
     seen, best = [], loop.optimal_policy(WINDOWS)

@@ -17,7 +17,7 @@ TASK = {
 }
 SIMULATOR = """
 import dataclasses
-from rewards import assistant_turn, parse_action
+from grpo.harmony import assistant_turn, parse_action
 from grpo.data.files import find_files
 from grpo.data.prompts import render
 from grpo.tasks.simulator import GREEDY, ReportSection, SimulationPlan, Simulator

@@ -11,8 +11,10 @@ from helpers import RENDERED, write_csv
 from machines import only
 from pyarrow import parquet
 
-from grpo.data.files import HARMONY_TOKEN, column_names
-from grpo.reward.scoring import initial_trainer_state, load_rewards, read_completion, score, total
+from grpo.data.files import column_names
+from grpo.harmony import TOKEN
+from grpo.reward.calling import load_rewards
+from grpo.reward.scoring import initial_trainer_state, read_completion, score, total
 from grpo.settings.table import Settings
 from grpo.verl.rows import read_input, write_data
 from grpo.verl.score import compute_score
@@ -68,7 +70,7 @@ def test_a_completion_earns_what_train_grpo_gives_it(environ, harmony):
         index, cut = draw.randrange(len(records)), draw.random() < 0.2
         text = "".join(draw.choices(WORDS + CHANNELS if harmony else WORDS, k=draw.randint(0, 5)))
         turn = text if harmony else f"<|channel|>final<|message|>{text}" + ("" if cut else "<|return|>")
-        plain = HARMONY_TOKEN.sub("", text) if harmony else text
+        plain = TOKEN.sub("", text) if harmony else text
         all_ids.append([7] * draw.randint(1, 9))
         completions.append(read_completion(data.rows[index], turn, plain, len(all_ids[-1]), cut))
         extra_info = as_rolled_out(records[index], cut, all_ids[-1], harmony)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import rewards
+from grpo.harmony import assistant_turn, parse_action
 from grpo.phases import with_progress
 from grpo.tasks.tes import plant as tes
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, PLANT, SAME_KWH, START_KWH
@@ -177,8 +177,8 @@ def model_policy(ask: Ask, render: Callable[[State], str], unparsed: np.ndarray)
     def policy(states: Sequence[State]) -> list[int | None]:
         prompts = [render(state) for state in states]
         texts = zip(prompts, ask(prompts, next(hours)), strict=True)
-        turns = [rewards.assistant_turn(prompt, text) for prompt, text in texts]
-        actions = [rewards.parse_action(turn, len(PLANT.ratios)) for turn in turns]
+        turns = [assistant_turn(prompt, text) for prompt, text in texts]
+        actions = [parse_action(turn, len(PLANT.ratios)) for turn in turns]
         unparsed[:] += [action is None for action in actions]
         return actions
 

@@ -8,6 +8,7 @@ from datetime import datetime, time
 
 import numpy as np
 
+from grpo.harmony import ASSISTANT
 from grpo.tasks.tes.plant import HOURS, PLANT, low_co2
 from grpo.tasks.tes.profiles import Window
 
@@ -121,7 +122,7 @@ def render_full(state: State) -> str:
         plant=PLANT,
     )
     messages = (("system", FULL_SYSTEM), ("developer", FULL_DEVELOPER), ("user", user))
-    return "".join(f"<|start|>{role}<|message|>{text}<|end|>" for role, text in messages) + "<|start|>assistant"
+    return "".join(f"<|start|>{role}<|message|>{text}<|end|>" for role, text in messages) + ASSISTANT
 
 
 def render_compact(state: State) -> tuple[str, str]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from grpo.common import InputError, Problems
 from grpo.data.files import Row, find_files, read_rows
-from grpo.data.prompts import open_answer, render
+from grpo.data.prompts import render
+from grpo.harmony import open_answer
 from grpo.settings.table import Settings
 from grpo.tasks.figure_text import finite_number, object_at, table_lines, with_interval
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator

@@ -14,7 +14,7 @@ import pytest
 from helpers import ROOT, run_python
 
 from grpo.common import InputError
-from grpo.settings.parsing import load_settings
+from grpo.settings.environment import load_settings
 from scripts.dev import proof
 from scripts.dev.proof import run_settings
 from scripts.dev.proof_data import SCALES, reasoning

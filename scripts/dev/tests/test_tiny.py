@@ -11,7 +11,8 @@ from helpers import RENDERED
 from grpo.evaluate.exact import answer_probabilities
 from grpo.model.checkpoint import read_tokenizer
 from grpo.model.load import load_tokenizer
-from grpo.plan.hub import TINY_ACTIONS, read_json
+from grpo.output.durable import read_json
+from grpo.plan.hub import TINY_ACTIONS
 from scripts.dev.warmup import TINY_RECIPE, figures, write_tiny
 from scripts.dev.warmup_rows import ACTIONS, PROBE_SEED, WarmupTensors, warmup_rows
 

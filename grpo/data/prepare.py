@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows prepared once, for training, SFT, evaluation, asking and verl: read, split, rendered and counted.
+
+With DIRECT_ANSWERS every prompt also opens its answer. What follows needs no model: rewards, plans and logs."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from grpo.common import InputError, Problems, format_exception
+from grpo.data.files import Row
+from grpo.data.heldout import Split, read_split
+from grpo.data.prompts import count_tokens, render, template_arguments
+from grpo.harmony import open_answer
+from grpo.phases import with_progress
+from grpo.settings.table import Settings
+
+
+class PromptFiles(Protocol):
+    """The files of a model that prompts need: its chat template, and tokenizer.json. `ModelFiles` has them."""
+
+    @property
+    def template(self) -> str | None: ...
+    @property
+    def tokenizer(self) -> Path | None: ...
+
+
+class UnpreparedPrompt(Exception):
+    """A prompt cannot be rendered or counted; the arguments are those of `Problems.add`."""
+
+
+def prepare_rows(
+    settings: Settings,
+    files: PromptFiles | None,
+    problems: Problems,
+    split: Split | None = None,
+    train_only: bool = False,
+) -> Split:
+    """The rows of a run with rendered prompts, and the tokens of the longest one. A prompt of more tokens than
+    MAX_PROMPT_LEN is a problem.
+
+    `split` are rows that were read already; without it, DATA and the held-out rows are read, see `read_split`. Prompts
+    stay unrendered, with a `longest_prompt` of 0, without a tokenizer (`files`; verl renders by itself), and where the
+    template or tokenizer fails, which is a problem."""
+    split = split or read_split(settings, problems, train_only)
+    if files is None or files.tokenizer is None:
+        return split
+    rows = [*split.train, *split.heldout]
+    try:
+        progress = with_progress("rendering prompts", rows, total=len(rows))
+        rendered = [render_row(settings, row, files.template) for row in progress]
+        lengths = count_prompts(settings, rendered, files.tokenizer)
+    except UnpreparedPrompt as error:
+        problems.add(*error.args)
+        return split
+    check_lengths(settings, rendered, lengths, problems)
+    count = len(split.train)
+    return Split(rendered[:count], rendered[count:], split.reason, max(lengths.values(), default=0))
+
+
+def render_row(settings: Settings, row: Row, template: str | None) -> Row:
+    """The row with its prompt as the model gets it. Raises UnpreparedPrompt."""
+    role, prompt = row.messages[0]
+    where, model = f"{row.file}, row {row.number}", f"MODEL_ID={settings.MODEL_ID}"
+    if role != "rendered":
+        if template is None:
+            fault = f"it has no chat template, and {row.file} holds prompts that are not rendered"
+            raise UnpreparedPrompt(model, fault, "Add chat_template.jinja to the model, or give rendered prompts")
+        try:
+            arguments = template_arguments(row, template)
+            prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE, arguments)
+        except InputError as error:
+            fix = "Correct it, or rename the column if it is no argument of the template"
+            raise UnpreparedPrompt(where, str(error), fix) from None
+        except Exception as error:  # a template may raise anything
+            fault = f"its chat template fails on {where} ({format_exception(error)})"
+            fix = "Download the model again, or write what its template takes"
+            raise UnpreparedPrompt(model, fault, fix) from None
+    if settings.DIRECT_ANSWERS:
+        try:
+            prompt = open_answer(prompt)
+        except ValueError as error:
+            raise UnpreparedPrompt(where, str(error), "End it with <|start|>assistant") from None
+    return dataclasses.replace(row, prompt=prompt)
+
+
+def count_prompts(settings: Settings, rows: Sequence[Row], tokenizer: Path) -> dict[str, int]:
+    """The number of tokens of each prompt. Raises UnpreparedPrompt."""
+    try:
+        return count_tokens(tokenizer, list(dict.fromkeys(row.prompt for row in rows)))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a panic in the Rust code of tokenizers is a BaseException
+        fault = f"its tokenizer.json fails ({format_exception(error)})"
+        raise UnpreparedPrompt(f"MODEL_ID={settings.MODEL_ID}", fault, "Download the model again") from None
+
+
+def check_lengths(settings: Settings, rows: Sequence[Row], lengths: Mapping[str, int], problems: Problems) -> None:
+    """Adds a problem if prompts have more tokens than MAX_PROMPT_LEN: they are never cut."""
+    too_long = [row for row in rows if lengths[row.prompt] > settings.MAX_PROMPT_LEN]
+    if not too_long:
+        return
+    row = max(too_long, key=lambda row: lengths[row.prompt])
+    longest = lengths[row.prompt]
+    problem = f"the prompt has {longest} tokens, MAX_PROMPT_LEN is {settings.MAX_PROMPT_LEN}"
+    if len(too_long) > 1:
+        problem += f"; {len(too_long)} of {len(rows)} prompts are longer than that, and this is the longest"
+    fix = f"Shorten what is too long, or set MAX_PROMPT_LEN={longest}"
+    problems.add(f"{row.file}, row {row.number}", problem, fix)

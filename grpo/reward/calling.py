@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a reward function is called, and what it may return: as in TRL 1.16, with a clear error for everything else."""
+
+import asyncio
+import functools
+import inspect
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import rewards
+from grpo.common import format_exception, one_line, text_of
+from grpo.data.files import RESERVED_ARGUMENTS
+from grpo.reward.loading import load_reward, reward_titles, undisturbed
+from grpo.settings.table import MOST_REWARD, Settings
+
+Rewards = list[float | None]
+# The arguments that every reward function gets beside the columns.
+TRL_ARGUMENTS = RESERVED_ARGUMENTS - {"prompt", "completion", "environments"}
+
+
+class RewardError(RuntimeError):
+    """A reward function raised an exception or returned something else than rewards; the message names the function."""
+
+
+class Reward:
+    """A function of REWARDS, `async` or not, called `title` in the logs. It passes INVALID_REWARD on and raises
+    RewardError for any error.
+
+    A user's function is called by keyword as in TRL. The project's own functions, and a user's function whose first
+    argument has a name that neither TRL nor a column uses, get completions with special tokens as first argument."""
+
+    def __init__(self, function: Callable[..., Any], name: str, title: str, settings: Settings):
+        self.function, self.name, self.__name__, self.is_custom = function, name, title, ":" in name
+        self.options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
+        self.positional = positional_argument(function) if self.is_custom else "completions"
+
+    def __call__(self, completions: list[Any], **columns: Any) -> Rewards:
+        """Calls the function alone, as TRL's trainer does where it calls functions itself."""
+        return call_rewards([self], lambda: columns | {"completions": completions}, len(completions))[0]
+
+    def begin(self, completions: list[Any], **columns: Any) -> Rewards | Coroutine[Any, Any, Any]:
+        """Calls the function: its rewards, or of an async one the coroutine that `finish` awaits."""
+        # The count is taken before the call, because a function may change the list.
+        arguments, count = columns | self.options, len(completions)
+        try:
+            with undisturbed(self.name):
+                if self.positional and self.positional not in columns:
+                    values = self.function(columns.get("raw_completions", completions), **arguments)
+                else:
+                    values = self.function(completions=completions, **arguments)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit too: it would end the run as if it were complete
+            raise self.describe(error) from error
+        return values if isinstance(values, Coroutine) else validate_rewards(self.name, values, count)
+
+    async def finish(self, coroutine: Coroutine[Any, Any, Any], count: int) -> Rewards:
+        """The rewards of an async function for `count` completions."""
+        try:
+            with undisturbed(self.name):
+                values = await coroutine
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # A SystemExit would end the loop, and the run would wait for ever.
+            raise self.describe(error) from error
+        return validate_rewards(self.name, values, count)
+
+    def describe(self, error: BaseException) -> RewardError:
+        location = error_location(error, self.name.partition(":")[0]) if self.is_custom else ""
+        return RewardError(f"REWARDS: {self.name} raised {format_exception(error)}{location}")
+
+
+def load_rewards(specs: Sequence[tuple[str, float]], settings: Settings) -> list[Reward]:
+    """The reward functions of REWARDS, under the names that logs and columns use."""
+    names = [name for name, _ in specs]
+    titles = reward_titles(names)
+    return [Reward(load_reward(name), name, title, settings) for name, title in zip(names, titles, strict=True)]
+
+
+def call_rewards(
+    functions: Sequence[Reward], make_arguments: Callable[[], dict[str, Any]], count: int
+) -> list[Rewards]:
+    """The rewards of `count` completions by function. Every function is called once, with arguments of its own. As in
+    TRL, async functions run at the same time, after all others."""
+    begun: list[Rewards | Coroutine[Any, Any, Any]] = []
+    try:
+        for function in functions:
+            begun.append(function.begin(**make_arguments()))
+    except BaseException:
+        for values in begun:
+            if isinstance(values, Coroutine):
+                values.close()  # Otherwise Python warns that it was never awaited.
+        raise
+    pairs = zip(functions, begun, strict=True)
+    awaited = iter(gather([f.finish(values, count) for f, values in pairs if isinstance(values, Coroutine)]))
+    return [next(awaited) if isinstance(values, Coroutine) else values for values in begun]
+
+
+def validate_rewards(name: str, values: Any, count: int) -> Rewards:
+    """The `values` of function `name` as a list. Raises RewardError unless they are `count` numbers, None or NaN."""
+    returned = f"REWARDS: {name} returned"
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Sequence):
+        raise RewardError(f"{returned} {type(values).__name__}, not a list of numbers")
+    if len(values) != count:
+        raise RewardError(f"{returned} {len(values)} rewards for {count} completions")
+    numbers = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's numbers
+    for value in numbers:
+        is_number = isinstance(value, (int, float)) and (value != value or abs(value) <= MOST_REWARD)
+        if value is not None and not is_number:
+            problem = f"neither a finite number of at most {MOST_REWARD:g} in size nor None"
+            raise RewardError(f"{returned} {one_line(text_of(value, repr), 200)}, which is {problem}")
+    return numbers
+
+
+def positional_argument(function: Callable[..., Any]) -> str:
+    """The name of a user's first argument if the completions may be meant by it: it has no default, none of TRL's
+    names, and there is no argument `completions`. Empty if the function is called by keyword alone, as in TRL."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # A function built into Python may have no signature.
+        return ""
+    first = next((p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
+    if first is None or first.default is not first.empty or "completions" in parameters:
+        return ""
+    return "" if first.name in TRL_ARGUMENTS else first.name
+
+
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The loop in which all async functions run, from the check before a run to its end, as TRL keeps one for a run:
+    a client or semaphore of the user's module belongs to the loop that used it first. Its thread ends with the process.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async reward functions", daemon=True).start()
+    return loop
+
+
+def gather(coroutines: Sequence[Coroutine[Any, Any, Rewards]]) -> list[Rewards]:
+    """The results of coroutines that run at the same time in `event_loop`; the first exception is raised."""
+    if not coroutines:
+        return []
+
+    async def run_all() -> list[Rewards]:
+        return await asyncio.gather(*coroutines)
+
+    future = asyncio.run_coroutine_threadsafe(run_all(), event_loop())
+    try:
+        return future.result()
+    except BaseException:  # Such as a KeyboardInterrupt: the coroutines must not go on alone.
+        future.cancel()
+        raise
+
+
+def error_location(error: BaseException, module: str) -> str:
+    """Where an exception was raised, such as ` (my_rewards.py, line 3)`: the last line in the user's `module`, or in
+    any file if it is not there. It is empty if the call itself failed."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # The first frame is the call in this file.
+    file = getattr(sys.modules.get(module), "__file__", None)
+    frames = [frame for frame in frames if frame.filename == file] or frames
+    return f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""

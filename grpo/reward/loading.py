@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the reward functions that REWARDS names: of rewards.py, or of the user's own modules."""
+
+import contextlib
+import importlib
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import rewards
+from grpo.common import format_exception, nearest_hint, read_number, split_commas
+from grpo.settings.table import MOST_WEIGHT
+
+
+def reward_specs(text: str) -> list[tuple[str, float]]:
+    """(name, weight) of each reward function in `REWARDS`. Raises ValueError for a part that is not `name=weight`."""
+    specs: dict[str, float] = {}
+    for part in split_commas(text):
+        name, equals, weight = (piece.strip() for piece in part.partition("="))
+        try:
+            value = read_number(weight) if equals else 1.0
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise ValueError(f"weight {weight!r} of {name!r} is not a finite number")
+        if abs(value) > MOST_WEIGHT:
+            raise ValueError(f"weight {weight!r} of {name!r} is more than {MOST_WEIGHT:g} in size")
+        if name in specs:
+            raise ValueError("a reward function is named twice")
+        specs[name] = value
+    if not specs:
+        raise ValueError("no reward function is named")
+    return list(specs.items())
+
+
+@contextlib.contextmanager
+def undisturbed(name: str) -> Iterator[None]:
+    """Calls of the user's code `name`, of which nothing stays that would change the run around it: the current folder,
+    to which OUTPUT_DIR may be relative, and torch's switches, which a judge model's code likes to set. If the code has
+    forked this process and returns in the copy too, the copy ends: two processes would train in one folder."""
+    process, folder, torch = os.getpid(), os.getcwd(), sys.modules.get("torch")
+    before = (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else None
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os.write(2, f"REWARDS: {name} forked a process and returned in it; the copy ends here\n".encode())
+            os._exit(1)
+        os.chdir(folder)
+        if torch := sys.modules.get("torch"):
+            grad, dtype = before or (True, torch.float32)
+            torch.set_grad_enabled(grad)
+            torch.set_default_dtype(dtype)
+
+
+def load_reward(name: str) -> Callable[..., Any]:
+    """The reward function `name` of rewards.py, or `module:function` from an installed package or else from the current
+    folder. Raises ValueError if it cannot be loaded."""
+    module, colon, function = name.partition(":")
+    if not colon:
+        if name in rewards.REWARD_FUNCTIONS:
+            return rewards.REWARD_FUNCTIONS[name]
+        known = rewards.REWARD_FUNCTIONS
+        raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest_hint(name, known)})")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    try:
+        check_module_file(module.partition(".")[0])
+        with undisturbed(name):
+            reward = getattr(importlib.import_module(module), function)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # A user's module may raise anything, SystemExit included.
+        raise ValueError(f"{name!r} cannot be loaded: {format_exception(error)}") from None
+    if not callable(reward):
+        raise ValueError(f"{name!r} is no function")
+    return reward
+
+
+def check_module_file(module: str) -> None:
+    """Raises ImportError if a module of the current folder is hidden by another one of its name, such as the project's
+    own `rewards`: the function of that other module would be taken."""
+    own = next((path for path in (Path(f"{module}.py"), Path(module, "__init__.py")) if path.is_file()), None)
+    spec = importlib.util.find_spec(module) if own else None
+    if own and spec and not (spec.origin and Path(spec.origin).is_file() and own.samefile(spec.origin)):
+        raise ImportError(f"{own} is hidden by {spec.origin}, which has the same name: rename yours")
+
+
+def is_by_action(name: str) -> bool:
+    """Whether the reward function `name` depends on the row and the answered action alone, so that the rewards of all
+    actions can be tabulated: those in ACTION_REWARDS, and a user's with a true attribute `by_action`."""
+    if ":" not in name:
+        return name in rewards.ACTION_REWARDS
+    try:
+        return bool(getattr(load_reward(name), "by_action", False))
+    except ValueError:  # `check_rewards` reports it.
+        return False
+
+
+def reward_titles(names: Sequence[str]) -> list[str]:
+    """The names of reward functions in logs and columns: with the module only if two functions have the same name."""
+    short = [name.rpartition(":")[2] for name in names]
+    return [name if short.count(last) > 1 else last for name, last in zip(names, short, strict=True)]
