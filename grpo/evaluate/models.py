@@ -158,7 +158,6 @@ class VllmModel(EvaluatedModel):
             PROMPTS_PER_STEP=min(len(prompts), MOST_AT_ONCE),
             STEPS_PER_GENERATION=1,
             NUM_GENERATIONS=1,
-            DRAFT_MODEL="",
             EXPERTS=None,  # No learner shares or pages its weights.
         )
         longest = max(map(len, self.tokenizer(text=list(dict.fromkeys(prompts)))["input_ids"])) + 32
@@ -230,7 +229,7 @@ def start_model(
         return VllmModel(settings, files, adapter, machine, prompts)
     attention = "eager"
     if settings.DIRECT_ANSWERS:
-        attention, _ = choose_attention(settings.ATTN_IMPL, machine.gpus)
+        attention = choose_attention(settings.ATTN_IMPL, machine.gpus).value
         attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
     return TransformersModel(settings_alone(settings, files.config, machine), files, adapter, attention)
 

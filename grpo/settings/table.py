@@ -129,9 +129,6 @@ class Settings:
         "The most of the whole GPU that vLLM may take while awake; `auto` plans it.")
     VLLM_EAGER: bool = setting("Rollouts", False, resume=True, text=
         "Run vLLM without compilation and CUDA graphs: the first start is faster, generation ten times slower.")
-    DRAFT_MODEL: str = setting("Rollouts", "", path=True, resume=True, text=
-        "Folder of an EAGLE-3 draft with which vLLM guesses tokens; samples and log-probs stay the model's "
-        "(docs/maintainers/rollouts.md). Empty: none.")
     IS_CORRECTION: str = setting(
         "Rollouts", "token_truncate",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"), text=

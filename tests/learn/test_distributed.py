@@ -82,7 +82,7 @@ def generated(ranks, tiny, folder):
         patch.setattr(GRPOTrainer, "_generate_single_turn", counted)
         for trainer.state.global_step in range(2):
             for size in (12, 5):
-                trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
+                trainer.run.resolved.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
                 rows[trainer.state.global_step, size] = trainer._generate_single_turn(prompts, None, {}, 3)[0]
     for temperature in (1.0, 0.0):
         rows[temperature] = trainer.run_on_rank0(trainer.generate_answers, [prompts[0]] * 4, 1, True, 7, temperature)
