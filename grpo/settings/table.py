@@ -44,7 +44,7 @@ class Settings:
 
     To add a setting, add a field: it is then read, checked against its limits, and listed by `--help`. Run
     `python scripts/dev/make_docs.py` for docs/settings.md. Rules between settings belong into grpo/preflight/checks.py,
-    and what `auto` means into grpo/preflight/choices.py."""
+    and what `auto` means into grpo/preflight/choices.py, which leaves no setting of a resolved run at None."""
 
     # fmt: off
     MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", path=True, text=
