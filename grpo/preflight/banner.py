@@ -29,7 +29,7 @@ def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
     return "\n".join([*lines, *map(banner_text, warnings)])
 
 
-# The choices that a line below words itself or another one's line covers; each other one has a line of its name.
+# Choices that the lines below say in their own words; every other choice gets a line under its name.
 WITH_OWN_LINE = {
     "heldout", "TOTAL_STEPS", "REWARDS", "SCALE_REWARDS", "EXPECTED_REWARD", "EPSILON_HIGH", "ATTN_IMPL", "PACKING",
     "USE_VLLM", "ROLLOUT_SYNC", "EXPERTS", "GRADIENT_CHECKPOINTING", "MICRO_BATCH", "GENERATION_BATCH", "exact",

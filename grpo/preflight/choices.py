@@ -59,6 +59,7 @@ def choose_attention(requested: str, gpus: int) -> Choice[str]:
 
 
 def choose_packing(requested: str | None, attention: str, gpus: int) -> Choice[str]:
+    """PACKING, for the learner's chosen `attention`."""
     if requested is not None:
         return Choice(requested, "set by PACKING")
     if attention == "eager" and gpus:
@@ -86,6 +87,7 @@ def choose_use_vllm(settings: Settings, gpus: int, vllm: str | None) -> Choice[b
 
 
 def choose_sync(settings: Settings) -> Choice[str]:
+    """ROLLOUT_SYNC."""
     if settings.ROLLOUT_SYNC is not None:
         return Choice(settings.ROLLOUT_SYNC, "set by ROLLOUT_SYNC")
     if expert_words(settings.LORA_TARGETS):
@@ -173,6 +175,7 @@ def choose_generation_batch(settings: Settings, inputs: PlanInputs, plan: Plan) 
 
 
 def choose_rewards(requested: str | None, rows: Sequence[Row]) -> Choice[str]:
+    """REWARDS, by the columns of the training `rows`."""
     if requested is not None:
         return Choice(requested, "set by REWARDS")
     file = next((row.file for row in rows if not row.q), None)
@@ -182,6 +185,7 @@ def choose_rewards(requested: str | None, rows: Sequence[Row]) -> Choice[str]:
 
 
 def choose_scale_rewards(requested: str | None) -> Choice[str]:
+    """SCALE_REWARDS."""
     if requested is not None:
         return Choice(requested, "set by SCALE_REWARDS")
     return Choice(
@@ -190,6 +194,7 @@ def choose_scale_rewards(requested: str | None) -> Choice[str]:
 
 
 def choose_epsilon_high(settings: Settings) -> Choice[float]:
+    """EPSILON_HIGH, the upper clip range."""
     if settings.EPSILON_HIGH is not None:
         return Choice(settings.EPSILON_HIGH, "set by EPSILON_HIGH")
     if settings.LOSS_TYPE == "cispo":

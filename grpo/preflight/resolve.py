@@ -98,8 +98,8 @@ def read_facts(
 class ResolvedRun(Facts):
     """Everything that is known about a run before anything heavy is imported: the facts, and every choice.
 
-    No setting in `settings` is `auto` any more: each has the value of its choice in `choices`, where the reason is.
-    `asked` are the settings as a continuation compares them."""
+    No setting that has a choice is `auto` in `settings`: it has the value of its entry in `choices`, beside the reason.
+    Those that stay None are rules: held-out rows by EVAL_SHARE, a reward for each row, as much memory as fits."""
 
     settings: Settings
     choices: Choices
