@@ -166,11 +166,10 @@ def train(resolved: ResolvedRun) -> int:
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch
 
-    s, state, files, plan = resolved.settings, resolved.state, resolved.files, resolved.plan
-    assert files and plan  # A run that passed its checks has both.
-    folder, attention, packing, started = state.folder, resolved.attention, resolved.packing, time.monotonic()
-    specs, model_path = resolved.reward_specs, str(files.folder)
-    ranks, stop = resolved.ranks, StopRequest(resolved.ranks)
+    s, state, files, ranks = resolved.settings, resolved.state, resolved.files, resolved.ranks
+    assert files  # A run that passed its checks has a model.
+    stop, model_path, started = StopRequest(ranks), str(files.folder), time.monotonic()
+    run = RunContext(resolved, stop)
     if ranks.launched:
         stop.listen()
     log.info("\n%s\n", banner(resolved), extra=FILE_ONLY)  # `check_and_run` printed the banner already.
@@ -179,18 +178,15 @@ def train(resolved: ResolvedRun) -> int:
     transformers.utils.logging.disable_default_handler()  # The messages of transformers go into training.log.
     transformers.utils.logging.enable_propagation()
 
-    tokenizer, model = load_to_train(s, model_path, files.config, attention, plan.expert_parts)
-    functions = resolved.action_functions
-    run = RunContext(s, resolved.rows, plan, folder, attention, packing, stop, ranks, functions)
-    options = grpo_options(s, torch.cuda.is_available(), specs, resolved.scale_rewards, resolved.epsilon_high)
-    output_dir = folder
+    tokenizer, model = load_to_train(s, model_path, files.config, run.attention, run.plan.expert_parts)
+    options, output_dir = grpo_options(s, torch.cuda.is_available(), resolved.reward_specs), run.folder
     if ranks.rank:  # Only rank 0 writes into OUTPUT_DIR.
         output_dir = scratch_folder()
         options |= {"output_dir": str(output_dir), "report_to": "none"}
     progress = Progress(resolved)
     lora, config = LoraConfig(**lora_options(s)), GRPOConfig(**options)
     measure = progress.during if resolved.eval_rows else None
-    trainer = Trainer(run, model, tokenizer, lora, config, load_rewards(specs, s), measure)
+    trainer = Trainer(run, model, tokenizer, lora, config, load_rewards(resolved.reward_specs, s), measure)
     policy = trainer.model
     trainable = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     log.info("adapter: %s trainable parameters on %s", f"{trainable:,}", s.LORA_TARGETS)
@@ -199,10 +195,10 @@ def train(resolved: ResolvedRun) -> int:
     checkpoint = adopt_rank0_state(ranks, policy, state.checkpoint, output_dir)
 
     stop.listen()
-    if plan.engine:
-        run.engine = start_engine(s, plan.engine, model_path, trainer.eos_token_ids, policy)
+    if run.plan.engine:
+        run.engine = start_engine(s, run.plan.engine, model_path, trainer.eos_token_ids, policy)
         if not ranks.rank:
-            add_record(folder, SETTINGS, {"vllm": run.engine.backends})
+            add_record(run.folder, SETTINGS, {"vllm": run.engine.backends})
         check_mismatch(trainer)
     trainer.sampler.run_on_rank0(progress.before, trainer)
     stop.at_once = False  # From here on a signal waits for the end of its step and a checkpoint.

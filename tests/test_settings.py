@@ -104,6 +104,7 @@ ERRORS = [  # variable, value, the remedy
     ("VLLM_GPU_MEMORY_UTILIZATION", "0.99", "Set VLLM_GPU_MEM (must be at most 0.95), or leave it out"),
     ("EPOCHS", "", "Set NUM_TRAIN_EPOCHS (a value is missing); or"),
     ("TARGET_MODULES", "up_proj,lm_head", "Set LORA_TARGETS (all-linear, q_proj,"),
+    ("DRAFT_MODEL", "/draft", "was removed, vLLM generates without a draft"),
     ("RESUME", "never", "was removed, the same command always continues the run, and OVERWRITE=1"),
 ]
 

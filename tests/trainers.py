@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import torch
 from expert_models import load
@@ -17,6 +18,7 @@ from grpo.learn.distributed import adapter_parameters, flat_adapter
 from grpo.learn.options import grpo_options
 from grpo.learn.trainer import Trainer
 from grpo.model.load import load_tokenizer
+from grpo.output.folder import RunState
 from grpo.plan.memory import Plan
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_scale_rewards
@@ -40,16 +42,26 @@ def four_rows():
 def build(settings, tiny, folder, ranks=None, rows=None):
     """A trainer on the tiny model, over four rows by default, built as `train_grpo.train` builds it."""
     rows = rows or four_rows()
-    plan = Plan(0, 0, 0, 0, settings.MICRO_BATCH or 2, "test", 4, "test")
-    specs = reward_specs(choose_rewards(settings.REWARDS, rows)[0])
+    specs = reward_specs(choose_rewards(settings.REWARDS, rows).value)
     by_action = [n for n, (name, _) in enumerate(specs) if settings.EXPECTED_REWARD and is_by_action(name)]
-    scale = choose_scale_rewards(settings.SCALE_REWARDS)[0]
+    scale, high = choose_scale_rewards(settings.SCALE_REWARDS).value, choose_epsilon_high(settings).value
+    settings = dataclasses.replace(settings, SCALE_REWARDS=scale, EPSILON_HIGH=high)
+    resolved = SimpleNamespace(
+        settings=settings,
+        rows=rows,
+        plan=Plan(weights=0.0, learning=0.0, micro_batch=settings.MICRO_BATCH or 2, generation_batch=4),
+        state=RunState(folder),
+        attention="eager",
+        packing="prefix",
+        ranks=ranks or Ranks(),
+        action_functions=tuple(by_action),
+    )
     return Trainer(
-        RunContext(settings, rows, plan, folder, "eager", "prefix", StopRequest(), ranks or Ranks(), tuple(by_action)),
+        RunContext(resolved, StopRequest()),
         load(tiny).float(),
         load_tokenizer(str(tiny)),
         LoraConfig(**lora_options(settings)),
-        GRPOConfig(**grpo_options(settings, False, specs, scale, choose_epsilon_high(settings)[0])),
+        GRPOConfig(**grpo_options(settings, False, specs)),
         load_rewards(specs, settings),
     )
 
@@ -173,8 +185,8 @@ def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=Fa
             trainer.use_vllm = trainer.vllm_importance_sampling_correction = False
         loss.backward()
     else:
-        run.plan = dataclasses.replace(run.plan, micro_batch=micro_batch or run.plan.micro_batch)
-        run.packing = packing or run.packing
+        run.resolved.plan = dataclasses.replace(run.plan, micro_batch=micro_batch or run.plan.micro_batch)
+        run.resolved.packing = packing or run.packing
         loss = trainer.learn(trainer.model, inputs, answers)
     return loss.item(), gradient_of(trainer)
 

@@ -82,10 +82,10 @@ def write_results(path: Path, results: dict[str, Any], table: str) -> str:
 
 def choose_engine(s: Settings, files: ModelFiles, machine: Machine) -> tuple[bool, str]:
     """Whether vLLM generates, and the reason as text for the log. Raises InputError if it computes another model."""
-    use_vllm, why = choose_use_vllm(s, machine.gpus, installed_versions(["vllm"])["vllm"])
-    if use_vllm and (faults := vllm_faults(files.config, s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN)):
+    use_vllm = choose_use_vllm(s, machine.gpus, installed_versions(["vllm"])["vllm"])
+    if use_vllm.value and (faults := vllm_faults(files.config, s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN)):
         raise InputError(*(f"MODEL_ID={s.MODEL_ID}: {fault}. Set USE_VLLM=0" for fault in faults))
-    return use_vllm, f"{'vLLM' if use_vllm else 'transformers'}: {why}"
+    return use_vllm.value, f"{'vLLM' if use_vllm.value else 'transformers'}: {use_vllm.reason}"
 
 
 def evaluate(options: argparse.Namespace) -> tuple[str, Path]:
@@ -124,10 +124,10 @@ def simulate(options: argparse.Namespace) -> tuple[str, Path]:
         raise InputError(*dict.fromkeys(problems))
     use_vllm, engine = choose_engine(s, files, machine)
     parameters = count_parameters(files.config)["total"]
-    exact, how = choose_exact(s, use_vllm, parameters, plan.why_sampled)
-    exact, how = choose_exact_loop(s, exact, how, parameters)
-    record = simulator.new_record(plan, s, s.EVAL_SAMPLES, exact)
-    print(f"{s.MODEL_ID}, {plan.reason}, {'exact' if exact else 'sampled'}: {how}; {engine}", flush=True)
+    exact = choose_exact_loop(s, choose_exact(s, use_vllm, parameters, plan.why_sampled), parameters)
+    record = simulator.new_record(plan, s, s.EVAL_SAMPLES, exact.value)
+    kind = "exact" if exact.value else "sampled"
+    print(f"{s.MODEL_ID}, {plan.reason}, {kind}: {exact.reason}; {engine}", flush=True)
     model = start_model(s, files, options.run, machine, use_vllm, plan.opening_prompts() * s.EVAL_SAMPLES)
     for name in requested_models(options):
         simulator.run(plan, record, name, ModelResponder(model, name == "base"))
@@ -147,8 +147,8 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
             problems.add("held-out rows", split.reason, "Name the rows to score: --data FILE")
     if fault := strange_rewards(options, s.REWARDS or ""):
         raise InputError(*problems, fault)
-    requested, _ = choose_rewards(s.REWARDS, rows)
-    specs, _ = check_rewards(s, requested, [], problems)  # without rows this checks only that the functions exist
+    rewards = choose_rewards(s.REWARDS, rows).value
+    specs, _ = check_rewards(s, rewards, [], problems)  # without rows this checks only that the functions exist
     machine, longest = read_machine(), 0
     files = check_model(s, options.run, machine, problems)
     if not problems:
@@ -162,8 +162,8 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
     use_vllm, engine = choose_engine(s, files, machine)
     opened = any(not row.prompt.endswith("<|start|>assistant") for row in rows)
     actions, parameters = all(row.rewards for row in rows), count_parameters(files.config)["total"]
-    exact, how = choose_exact(s, use_vllm, parameters, "", opened, actions)
-    results = new_results(s, rows, exact) | {
+    exact = choose_exact(s, use_vllm, parameters, "", opened, actions)
+    results = new_results(s, rows, exact.value) | {
         "model": s.MODEL_ID,
         "adapter": options.run.resolve().name if options.run else None,
         "data": list(dict.fromkeys(label(row.file) for row in rows)),
@@ -173,11 +173,14 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
         print(f"--data: {note}", flush=True)
     shown = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
     print(f"{s.MODEL_ID}, {len(rows)} {'held-out ' if split else ''}rows, rewards {shown}", flush=True)
-    print(f"{'exact' if exact else 'sampled'} at temperature {s.EVAL_TEMPERATURE:g}, {how}; {engine}", flush=True)
+    kind = "exact" if exact.value else "sampled"
+    print(f"{kind} at temperature {s.EVAL_TEMPERATURE:g}, {exact.reason}; {engine}", flush=True)
     prompts = [row.prompt for row in rows for _ in range(s.EVAL_SAMPLES)]
     model = start_model(s, files, options.run, machine, use_vllm, prompts)
     functions = load_rewards(specs, s)
     names, weights = [function.__name__ for function in functions], [weight for _, weight in specs]
-    evaluation = HeldoutEvaluation(model, rows, exact, names, functions, weights, initial_trainer_state(s.TOTAL_STEPS))
+    evaluation = HeldoutEvaluation(
+        model, rows, exact.value, names, functions, weights, initial_trainer_state(s.TOTAL_STEPS)
+    )
     evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in requested_models(options)])
     return write_results(path, results, evaluation_table(results)), path

@@ -132,7 +132,6 @@ def start_vllm_model(
         PROMPTS_PER_STEP=min(len(prompts), MOST_AT_ONCE),
         STEPS_PER_GENERATION=1,
         NUM_GENERATIONS=1,
-        DRAFT_MODEL="",
         EXPERTS=None,  # No learner shares or pages its weights.
     )
     longest = max(map(len, tokenizer(text=list(dict.fromkeys(prompts)))["input_ids"])) + 32
@@ -200,7 +199,7 @@ def start_model(
         return start_vllm_model(settings, files, adapter, machine, prompts)
     attention = "eager"
     if settings.DIRECT_ANSWERS:
-        attention, _ = choose_attention(settings.ATTN_IMPL, machine.gpus)
+        attention = choose_attention(settings.ATTN_IMPL, machine.gpus).value
         attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
     return load_torch_model(settings_alone(settings, files.config, machine), files, adapter, attention)
 

@@ -62,7 +62,7 @@ class Progress:
     def after(self, trainer: Trainer) -> None:
         """Measure the trained adapter, and log which adapter is the best."""
         if not self.resolved.eval_rows:
-            log.info("nothing was measured, no rows are held out: %s", self.resolved.reasons["heldout"])
+            log.info("nothing was measured, no rows are held out: %s", self.resolved.heldout_reason)
             return
         results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=False)
         record = self.simulation_record(trainer, base=False)
@@ -78,7 +78,7 @@ class Progress:
         refer to it."""
         if self.simulator is None:
             if self.resolved.closed_loop.is_mentioned:
-                log.info("no closed loop: %s", self.resolved.reasons["closed_loop"])
+                log.info("no closed loop: %s", self.resolved.closed_loop.reason)
             return None
         name, record = "base" if base else "trained", self.new_record(self.simulator, trainer)
         with Phase(f"closed loop, {name} model") as phase:

@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo.data.files import Row
 from grpo.plan.memory import Plan
+from grpo.preflight.resolve import ResolvedRun
 from grpo.process.ending import StopRequest
 from grpo.process.ranks import Ranks
 from grpo.rollout.engine import Engine
@@ -16,17 +17,46 @@ from grpo.settings.table import Settings
 
 @dataclass
 class RunContext:
-    """The settings, rows and choices of a run, and the state that changes during it."""
+    """The resolved run, of which nothing changes any more, and the state that changes during it."""
 
-    settings: Settings
-    rows: list[Row]
-    plan: Plan
-    folder: Path
-    attention: str  # The learner's attention, as ATTN_IMPL names it.
-    packing: str  # `prefix` or `none`.
+    resolved: ResolvedRun
     stop: StopRequest
-    ranks: Ranks = field(default_factory=Ranks)
-    action_functions: tuple[int, ...] = ()  # Indices of the functions that EXPECTED_REWARD looks up; empty: off.
     engine: Engine | None = None  # None: transformers generates.
     parity: list[dict[str, Any]] = field(default_factory=list)  # Figures of each comparison of the mismatch check.
     watch: MismatchWatch | None = None  # Compares the mismatch of each rollout with these.
+
+    @property
+    def settings(self) -> Settings:
+        return self.resolved.settings
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.resolved.rows
+
+    @property
+    def plan(self) -> Plan:
+        assert self.resolved.plan  # A run that passed its checks has a plan.
+        return self.resolved.plan
+
+    @property
+    def folder(self) -> Path:
+        return self.resolved.state.folder
+
+    @property
+    def attention(self) -> str:
+        """The learner's attention, as ATTN_IMPL names it."""
+        return self.resolved.attention
+
+    @property
+    def packing(self) -> str:
+        """`prefix` or `none`."""
+        return self.resolved.packing
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.resolved.ranks
+
+    @property
+    def action_functions(self) -> tuple[int, ...]:
+        """Indices of the functions that EXPECTED_REWARD looks up; empty: off."""
+        return self.resolved.action_functions

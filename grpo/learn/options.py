@@ -10,8 +10,9 @@ from grpo.settings.table import Settings
 
 # Settings that GRPOConfig and SFTConfig have under the same names; those that GRPOConfig has as well.
 TRAINING_SETTINGS = ("LEARNING_RATE", "WARMUP_STEPS", "WEIGHT_DECAY", "MAX_GRAD_NORM", "GRADIENT_CHECKPOINTING", "SEED")
-LOSS_SETTINGS = ("BETA", "LOSS_TYPE", "EPSILON", "IMPORTANCE_SAMPLING_LEVEL")
-GRPO_SETTINGS = (*LOSS_SETTINGS, "TEMPERATURE", "TOP_P", "STEPS_PER_GENERATION", "NUM_ITERATIONS", "SAVE_STEPS")
+LOSS_SETTINGS = ("BETA", "LOSS_TYPE", "EPSILON", "EPSILON_HIGH", "IMPORTANCE_SAMPLING_LEVEL")
+SAMPLING_SETTINGS = ("TEMPERATURE", "TOP_P", "STEPS_PER_GENERATION", "NUM_ITERATIONS")
+GRPO_SETTINGS = (*LOSS_SETTINGS, *SAMPLING_SETTINGS, "SCALE_REWARDS", "SAVE_STEPS")
 
 
 def training_options(s: Settings, cuda: bool) -> dict[str, Any]:
@@ -32,9 +33,7 @@ def training_options(s: Settings, cuda: bool) -> dict[str, Any]:
     }
 
 
-def grpo_options(
-    s: Settings, cuda: bool, specs: Sequence[tuple[str, float]], scale_rewards: str, epsilon_high: float
-) -> dict[str, Any]:
+def grpo_options(s: Settings, cuda: bool, specs: Sequence[tuple[str, float]]) -> dict[str, Any]:
     """Arguments of TRL's GRPOConfig for this run; `specs` are (name, weight) of its reward functions."""
     trackers = [name for name in split_commas(s.REPORT_TO) if name != "none"]
     return {
@@ -45,10 +44,8 @@ def grpo_options(
         # TRL sees the step's completions as one batch; `Learner.micro_batches` cuts it.
         "per_device_train_batch_size": s.completions_per_step,
         "max_completion_length": s.MAX_COMPLETION_LEN,
-        "epsilon_high": epsilon_high,
         "mask_truncated_completions": s.MASK_TRUNCATED,
         "reward_weights": [weight for _, weight in specs],
-        "scale_rewards": scale_rewards,
         # The engine is our own (grpo/rollout), and so is the importance correction: TRL's needs a whole forward pass.
         "use_vllm": False,
         "vllm_importance_sampling_correction": False,

@@ -4,7 +4,7 @@
 import math
 from dataclasses import dataclass
 
-from grpo.plan.hub import DraftModel, ModelConfig, checkpoint_gib, has_mxfp4, packed_gib
+from grpo.plan.hub import ModelConfig, checkpoint_gib, has_mxfp4, packed_gib
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import EXPERT_PARAMETERS, adapter_parameters, expert_words
 from grpo.settings.table import Settings
@@ -19,7 +19,7 @@ SWIZZLED = 1.035  # The same in the only layout that the learner can read (measu
 # CUDA context (by the peak of docs/results/experts-120b-h100.json): the size of a part counts, not that of a layer.
 LOADING_PARTS = 11.4
 SWIZZLED_AT_ONCE = 32  # Experts of a matrix in a part (grpo/rollout/vllm_patches.py).
-DRAFT_TOKENS = 3  # Tokens that a draft model guesses in each decoding step.
+FREE_SHARE = 0.95  # Share of the free memory that vLLM may take with the trainer; the rest is a margin.
 CONTEXT_GIB = 0.5  # The CUDA context of a process that has computed nothing yet.
 ASLEEP_GIB = 2.1  # GPU memory of a sleeping engine: CUDA context, graphs, workspaces and kernels (measured).
 
@@ -32,8 +32,8 @@ class EnginePlan:
     loading: float  # Held beside the weights until they are loaded.
     scratch: float
     cache: float
-    cache_reason: str
-    cache_least: float
+    cache_wanted: float  # Holds a whole rollout.
+    cache_least: float  # Holds one completion.
     asleep: float
     max_model_len: int
     max_num_seqs: int
@@ -69,31 +69,22 @@ def capture_sizes(largest: int) -> tuple[int, ...]:
 
 
 def plan_engine(
-    settings: Settings,
-    config: ModelConfig,
-    machine: Machine,
-    prompt_len: int,
-    trainer: float,
-    draft: DraftModel | None = None,
+    settings: Settings, config: ModelConfig, machine: Machine, prompt_len: int, trainer: float
 ) -> EnginePlan:
-    """The memory and limits of vLLM, with a `draft` model or none, beside a trainer of `trainer` GiB.
+    """The memory and limits of vLLM beside a trainer of `trainer` GiB.
 
     The cache should hold a whole rollout. vLLM groups the layers into full and sliding ones, and both groups take
     blocks of KV_BLOCK tokens from one pool (vllm/v1/core/kv_cache_utils.py). The completions of a prompt share the
     blocks that it fills; a sliding layer keeps its window and the tokens of two prefill steps."""
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)
-    full_layers, guessed = kinds.count("full_attention"), 0
-    if draft:
-        # Two steps are under way at once, each with its guesses, and the draft writes its own ahead of both.
-        full_layers, guessed = full_layers + draft.layers, 2 * (1 + DRAFT_TOKENS) + DRAFT_TOKENS
-    layers = max(full_layers, kinds.count("sliding_attention"), 1)
+    layers = max(kinds.count("full_attention"), kinds.count("sliding_attention"), 1)
     block_gib = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
     window, length = config.get("sliding_window") or 0, prompt_len + settings.MAX_COMPLETION_LEN
     # Rounded up, because max_model_len is part of vLLM's compile cache key: similar prompts should not recompile.
     longest = max(length, min(-(-length // 1024) * 1024, config.get("max_position_embeddings", length)))
     # Numbers of blocks: of a prompt with its completion, of the prompt alone, of a sliding layer, of two prefill steps.
-    row_blocks, prompt_blocks = -(-(length + guessed) // KV_BLOCK), prompt_len // KV_BLOCK
-    sliding_blocks = min(row_blocks, -(-(window + 1 + guessed) // KV_BLOCK) + 1)
+    row_blocks, prompt_blocks = -(-length // KV_BLOCK), prompt_len // KV_BLOCK
+    sliding_blocks = min(row_blocks, -(-(window + 1) // KV_BLOCK) + 1)
     prefill_blocks = 2 * BATCHED_TOKENS // KV_BLOCK
     prompts = -(-settings.STEPS_PER_GENERATION * settings.PROMPTS_PER_STEP // machine.ranks)
     group = settings.NUM_GENERATIONS
@@ -113,27 +104,39 @@ def plan_engine(
         experts = [(layer, name) for layer in range(config["num_hidden_layers"]) for name in EXPERT_PARAMETERS]
         weights += adapter_parameters(config, vllm_rank(settings.LORA_R), experts) * 2 / GIB
     inner = config["num_experts_per_tok"] * 3 * config["intermediate_size"] + 8 * config["hidden_size"]
-    seqs, logits = prompts * group, 3
-    if draft:
-        # Until vLLM has seen that the draft shares the model's embeddings, it holds a second table of them. A prefill
-        # step also keeps three layers' states, twice, and the draft's buffers; a decoding step compares the logits of
-        # all guesses (vllm/v1/sample/rejection_sampler.py), here counted as they are held at once.
-        weights += draft.gib
-        loading += config["vocab_size"] * config["hidden_size"] * 2 / GIB
-        inner += 8 * config["hidden_size"]
-        logits = 5 * (1 + DRAFT_TOKENS)
-    # Activations of a prefill step, float32 copies of a decode step's logits, and the rest as it was measured: CUDA
-    # context, kernels and graphs.
-    scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * logits) / GIB + 1.4
-    room, where = machine.gpu_free * 0.95 - trainer, "95% of the free memory, beside the trainer"
+    seqs = prompts * group
+    # Activations of a prefill step, three float32 copies of a decode step's logits, and the rest as it was measured:
+    # CUDA context, kernels and graphs.
+    scratch = (BATCHED_TOKENS * inner * 2 + seqs * config["vocab_size"] * 4 * 3) / GIB + 1.4
+    room = machine.gpu_free * FREE_SHARE - trainer
     if settings.VLLM_GPU_MEM is not None:
-        room, where = machine.gpu_total * settings.VLLM_GPU_MEM, f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
-    cache = max(min(max(cache_wanted, cache_least), room - weights - scratch), 0.0)
-    completions = f"{group} completions of {settings.MAX_COMPLETION_LEN}"
+        room = machine.gpu_total * settings.VLLM_GPU_MEM
+    return EnginePlan(
+        weights=weights,
+        loading=loading,
+        scratch=scratch,
+        cache=max(min(max(cache_wanted, cache_least), room - weights - scratch), 0.0),
+        cache_wanted=cache_wanted,
+        cache_least=cache_least,
+        asleep=ASLEEP_GIB,
+        max_model_len=longest,
+        max_num_seqs=seqs,
+        capture_sizes=capture_sizes(seqs),
+    )
+
+
+def describe_cache(settings: Settings, engine: EnginePlan, prompt_len: int) -> str:
+    """Says what the cache holds, and where less than a rollout fits, what limits it."""
+    prompts = engine.max_num_seqs // settings.NUM_GENERATIONS
     rollout = "one step" if settings.STEPS_PER_GENERATION == 1 else "one rollout"
-    reason = f"{rollout}: {prompts} prompts of {prompt_len} tokens x {completions}"
-    if cache < cache_wanted:
-        part = f"{cache / cache_wanted:.0%} of the {cache_wanted:.1f} GiB they may need"
-        reason += f"; {where} leaves {part}, the rest waits its turn"
-    sizes = weights, loading, scratch, cache, reason, cache_least, ASLEEP_GIB
-    return EnginePlan(*sizes, longest, seqs, capture_sizes(seqs))
+    completions = f"{settings.NUM_GENERATIONS} completions of {settings.MAX_COMPLETION_LEN}"
+    text = f"{rollout}: {prompts} prompts of {prompt_len} tokens x {completions}"
+    if engine.cache < engine.cache_wanted:
+        limit = f"{FREE_SHARE:.0%} of the free memory, beside the trainer"
+        if settings.VLLM_GPU_MEM is not None:
+            limit = f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
+        share = engine.cache / engine.cache_wanted
+        text += (
+            f"; {limit} leaves {share:.0%} of the {engine.cache_wanted:.1f} GiB they may need, the rest waits its turn"
+        )
+    return text

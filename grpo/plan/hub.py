@@ -130,41 +130,6 @@ def read_model_files(folder: Path) -> ModelFiles:
     return ModelFiles(folder, config, template, tokenizer)
 
 
-@dataclass(frozen=True)
-class DraftModel:
-    """The draft model that guesses tokens for vLLM (DRAFT_MODEL): its layers, and the GiB of its files."""
-
-    layers: int
-    gib: float
-
-
-def find_draft(folder: str, config: ModelConfig | None, problems: Problems) -> DraftModel | None:
-    """The EAGLE-3 draft in `folder`, in its own format or that of `speculators`; a problem unless it fits a model with
-    this config.json. None if `folder` is empty, or its config.json cannot be used."""
-    if not folder:
-        return None
-    where, fix = f"DRAFT_MODEL={folder}", "Name the folder of an EAGLE-3 draft for this model, or unset it"
-    try:
-        draft = read_json(Path(folder) / "config.json")
-        shape = draft.get("transformer_layer_config", draft)
-        fault = type_fault(shape, dict, "transformer_layer_config")
-        if fault := fault or type_fault(shape.get("num_hidden_layers", 1), int, "num_hidden_layers"):
-            raise ValueError(fault)
-    except (OSError, ValueError) as error:
-        problems.add(where, one_line(str(error), 500), fix)
-        return None
-    # A draft with other key-value heads would give each layer its own block table (vllm/v1/core/kv_cache_utils.py).
-    names = ("hidden_size", "vocab_size", "num_key_value_heads", "head_dim")
-    fitting = {name: config[name] for name in names} if config else {}
-    wrong = [f"{name} is {shape.get(name)}, not {size}" for name, size in fitting.items() if shape.get(name) != size]
-    sizes = [path.stat().st_size for path in Path(folder).glob("*.safetensors")]
-    if "eagle3" not in str(draft.get("architectures")).lower():
-        problems.add(where, f"its architectures are {draft.get('architectures')}, none of EAGLE-3", fix)
-    elif wrong or not sizes:
-        problems.add(where, ", ".join(wrong) or "it has no .safetensors", fix)
-    return DraftModel(shape.get("num_hidden_layers", 1), sum(sizes) / GIB)
-
-
 def download_problem(model_id: str, error: BaseException, commit: str | None = None) -> tuple[str, str]:
     """(fault, fix) for `Problems.add`, after an exception in a download from the Hub. `commit`: as in `find_model`."""
     from huggingface_hub.errors import LocalEntryNotFoundError

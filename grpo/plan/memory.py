@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo.plan.engine_memory import SWIZZLED, SWIZZLED_AT_ONCE, EnginePlan, plan_engine
-from grpo.plan.hub import (
-    ORIGINALS,
-    DraftModel,
-    ModelConfig,
-    count_parameters,
-    expert_elements,
-    has_mxfp4,
-    packed_gib,
-)
+from grpo.plan.hub import ORIGINALS, ModelConfig, count_parameters, expert_elements, has_mxfp4, packed_gib
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import adapter_parameters, expert_words, target_matrices
 from grpo.settings.parsing import show
@@ -24,28 +16,42 @@ from grpo.settings.table import Settings
 Changes = Mapping[str, str | bool | None]  # New values of some settings, by name.
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The memory that a run needs, in GiB, and the sizes of its batches."""
+@dataclass(frozen=True, kw_only=True)
+class LearnerMemory:
+    """What the learner holds from the start of a run to its end, in GiB."""
 
     weights: float
-    adapter: float
-    generation: float
-    learning: float
-    micro_batch: int
-    micro_batch_reason: str
-    generation_batch: int
-    generation_batch_reason: str
-    engine: EnginePlan | None = None
-    prompt_len: int = 0  # Tokens of the longest prompt.
-    paged: float = 0.0  # The learner's weights that are in host memory while vLLM is awake.
+    adapter: float = 0.0  # In float32, with gradients and two AdamW moments.
     nccl: float = 0.0  # NCCL's buffers for sums over several GPUs.
-    expert_parts: int = 1  # Parts in which a layer's packed experts are dequantized, one after the other.
+    paged: float = 0.0  # Its weights that are in host memory while vLLM is awake.
 
     @property
     def beside_rollout(self) -> float:
-        """What the learner keeps on the GPU while vLLM starts or is awake."""
+        """What it keeps on the GPU while vLLM starts or is awake."""
         return self.weights - self.paged + self.adapter + self.nccl
+
+    @property
+    def held(self) -> float:
+        return self.weights + self.adapter + self.nccl
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The learner's step: its micro-batches, and the GiB that they take beside what is held."""
+
+    micro_batch: int
+    learning: float
+    expert_parts: int = 1  # Parts in which a layer's packed experts are dequantized, one after the other.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(StepPlan, LearnerMemory):
+    """The memory that a run needs, in GiB, and the sizes of its batches."""
+
+    engine: EnginePlan | None = None
+    generation_batch: int = 1
+    generation: float = 0.0  # Where transformers generates `generation_batch` completions.
+    prompt_len: int = 0  # Tokens of the longest prompt.
 
     @property
     def start_peak(self) -> float:
@@ -63,7 +69,7 @@ class Plan:
     @property
     def learning_peak(self) -> float:
         asleep = self.engine.asleep if self.engine else 0.0
-        return self.weights + self.adapter + self.nccl + self.learning + asleep
+        return self.held + self.learning + asleep
 
     @property
     def peak(self) -> float:
@@ -91,12 +97,14 @@ class PlanInputs:
     attention: str
     packing: str = "none"
     beside_vllm: bool = False  # Whether vLLM can generate on this machine; else transformers does.
-    draft: DraftModel | None = None  # vLLM's draft model, if it has one.
 
     @property
     def share_prompts(self) -> bool:
         """Whether a prompt is computed once for all its completions."""
         return self.packing == "prefix"
+
+    def starts_vllm(self, settings: Settings) -> bool:
+        return self.beside_vllm and settings.USE_VLLM is not False
 
     def expert_kinds(self, settings: Settings) -> tuple[str, ...]:
         """The values of EXPERTS that work with these settings, in the order in which `auto` tries them."""
@@ -104,7 +112,7 @@ class PlanInputs:
             return ("bf16",)
         if not self.machine.gpus:
             return ("bf16", "mxfp4")
-        if not self.beside_vllm or settings.USE_VLLM is False:
+        if not self.starts_vllm(settings):
             return ("mxfp4", "bf16")
         if unshared_reason(settings.ROLLOUT_SYNC, self.config, self.machine):
             return ("bf16", "paged")
@@ -152,6 +160,11 @@ def divisors(total: int) -> list[int]:
 def attention_elements(config: ModelConfig) -> int:
     """The number of elements of a token's queries, keys and values in one layer."""
     return int((config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"])
+
+
+def embeddings_gib(config: ModelConfig) -> float:
+    """GiB of embeddings and head in BF16."""
+    return count_parameters(config)["embeddings"] * 2 / GIB
 
 
 def dequantized_gib(settings: Settings, config: ModelConfig, parts: int) -> float:
@@ -235,69 +248,109 @@ def gains_speed(settings: Settings, inputs: PlanInputs, completions: int) -> boo
     return micro_batch_tokens(settings, completions, inputs.prompt_len, inputs.share_prompts) <= most
 
 
-def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
-    """The memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH if they are `auto`.
+def free_gib(machine: Machine) -> float:
+    """The free memory of the GPU, or on a CPU machine this process's share of what is free there."""
+    return machine.gpu_free if machine.gpus else machine.ram_share
 
-    The estimate adds up BF16 weights, a float32 adapter with gradients and two AdamW moments, and the larger of rollout
-    and learning. EXPERTS=mxfp4 stores experts in 4.25 bits; one layer at a time is dequantized. With `shared`,
-    vLLM holds experts, embeddings and head on the GPU even while it sleeps, and the learner has none of its own; with
-    `paged` the learner's leave the GPU while vLLM is awake."""
-    config, machine, layers = inputs.config, inputs.machine, inputs.config["num_hidden_layers"]
-    counts = count_parameters(config)
-    weights, embeddings = counts["total"] * 2 / GIB, counts["embeddings"] * 2 / GIB
-    packed = packed_gib(config)
+
+def usable_share(settings: Settings, machine: Machine, learning: bool = False) -> float:
+    """The share of the free memory that a run may take, or its `learning` where autograd may keep activations."""
+    if machine.gpus:
+        return KEPT_SHARE if learning and settings.GRADIENT_CHECKPOINTING is False else GPU_SHARE
+    return CPU_SHARE
+
+
+def rank_completions(settings: Settings, machine: Machine) -> int:
+    """The completions of a step from which one process learns, at most."""
+    return -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS
+
+
+def useful_micro_batches(settings: Settings, inputs: PlanInputs) -> list[int]:
+    """The sizes that MICRO_BATCH=auto tries, in ascending order."""
+    sizes = divisors(rank_completions(settings, inputs.machine))
+    return [size for size in sizes if gains_speed(settings, inputs, size)] or [1]
+
+
+def plan_learner_memory(settings: Settings, inputs: PlanInputs) -> LearnerMemory:
+    """The learner's weights, in BF16 but for packed experts, which take 4.25 bits, and its adapter. With EXPERTS=shared
+    it has no experts, embeddings and head of its own; with `paged` they leave the GPU while vLLM is awake."""
+    config, layers = inputs.config, inputs.config["num_hidden_layers"]
+    weights, paged = count_parameters(config)["total"] * 2 / GIB, 0.0
     if settings.EXPERTS not in ("bf16", None):
-        weights += packed - expert_elements(config) * layers * 2 / GIB
-    matrices = target_matrices(settings.LORA_TARGETS, layers)
-    adapter = adapter_parameters(config, settings.LORA_R, matrices) * 16 / GIB
-    nccl = NCCL_GIB if machine.gpus and machine.ranks > 1 else 0.0
-    engine, paged, lent = None, 0.0, 0.0
-    if inputs.beside_vllm and settings.USE_VLLM is not False:
-        if settings.EXPERTS == "shared":
-            weights -= packed + embeddings
-            lent = packed * SWIZZLED + embeddings
-        if settings.EXPERTS == "paged":
-            paged = packed + embeddings
-        trainer = weights - paged + adapter + nccl
-        engine = plan_engine(settings, config, machine, inputs.prompt_len, trainer, inputs.draft)
-        engine = dataclasses.replace(engine, asleep=engine.asleep + lent, lent=lent)
+        weights += packed_gib(config) - expert_elements(config) * layers * 2 / GIB
+    if inputs.starts_vllm(settings) and settings.EXPERTS == "shared":
+        weights -= packed_gib(config) + embeddings_gib(config)
+    if inputs.starts_vllm(settings) and settings.EXPERTS == "paged":
+        paged = packed_gib(config) + embeddings_gib(config)
+    parameters = adapter_parameters(config, settings.LORA_R, target_matrices(settings.LORA_TARGETS, layers))
+    nccl = NCCL_GIB if inputs.machine.gpus and inputs.machine.ranks > 1 else 0.0
+    return LearnerMemory(weights=weights, adapter=parameters * 16 / GIB, nccl=nccl, paged=paged)
 
-    free = machine.gpu_free if machine.gpus else machine.ram_share
-    where = f"{free:.1f} GiB free on the GPU" if machine.gpus else f"{free:.1f} GiB of free memory"
-    share = learning_share = GPU_SHARE if machine.gpus else CPU_SHARE
-    if machine.gpus and settings.GRADIENT_CHECKPOINTING is False:
-        learning_share = KEPT_SHARE
-    held = weights + adapter + nccl + (engine.asleep if engine else 0.0)
-    room, learning_room = free * share - held, free * learning_share - held
-    total = settings.completions_per_rollout
-    rank_completions = -(-settings.PROMPTS_PER_STEP // machine.ranks) * settings.NUM_GENERATIONS
-    useful = [n for n in divisors(rank_completions) if gains_speed(settings, inputs, n)] or [1]
-    parts = choose_expert_parts(settings, inputs, [settings.MICRO_BATCH] if settings.MICRO_BATCH else useful, room)
-    micro, micro_reason = settings.MICRO_BATCH, "set by MICRO_BATCH"
-    if micro is None:
-        micro = largest_micro_batch(settings, inputs, useful, parts, learning_room) or 1
-        size = learning_gib(settings, inputs, micro, parts)
-        micro_reason = f"largest divisor of {rank_completions} up to {useful[-1]} whose {size:.1f} GiB fit"
-        if size > learning_room:
-            micro_reason = f"the smallest, whose {size:.1f} GiB do not fit"
-        micro_reason += f" beside the weights in {learning_share:.0%} of {where}"
-    micro = min(micro, rank_completions)
-    batch, batch_reason = settings.GENERATION_BATCH, "set by GENERATION_BATCH"
-    if settings.DIRECT_ANSWERS:
-        batch, batch_reason = micro, "nothing is generated: the learner's micro-batches choose one token a prompt"
-    elif batch is None:
-        batch = max((n for n in divisors(total) if generation_gib(settings, inputs, n, parts) <= room), default=1)
-        size = generation_gib(settings, inputs, batch, parts)
-        choice, fit = (f"largest divisor of {total}", "fit") if size <= room else ("the smallest,", "do not fit")
-        batch_reason = f"{choice} whose cache and prefill ({size:.1f} GiB) {fit} in {share:.0%} of {where}"
-    # Choosing tokens (DIRECT_ANSWERS) takes less memory than learning.
-    generation = 0.0 if settings.DIRECT_ANSWERS else generation_gib(settings, inputs, batch, parts)
-    learning = learning_gib(settings, inputs, micro, parts)
-    # If there is room, all of the engine's weights stay on the GPU, so that sleeping and waking copy nothing.
-    if engine and lent and learning <= learning_room - engine.on_host:
-        engine = dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
-    batches = micro, micro_reason, batch, batch_reason
-    return Plan(weights, adapter, generation, learning, *batches, engine, inputs.prompt_len, paged, nccl, parts)
+
+def plan_vllm(settings: Settings, inputs: PlanInputs, learner: LearnerMemory) -> EnginePlan | None:
+    """vLLM beside the learner; None where it does not generate. With EXPERTS=shared it holds the weights that the
+    learner reads on the GPU even while it sleeps."""
+    if not inputs.starts_vllm(settings):
+        return None
+    config = inputs.config
+    engine = plan_engine(settings, config, inputs.machine, inputs.prompt_len, learner.beside_rollout)
+    if settings.EXPERTS != "shared":
+        return engine
+    lent = packed_gib(config) * SWIZZLED + embeddings_gib(config)
+    return dataclasses.replace(engine, asleep=engine.asleep + lent, lent=lent)
+
+
+def plan_step(settings: Settings, inputs: PlanInputs, held: float) -> StepPlan:
+    """The learner's step beside the `held` GiB: the largest micro-batch that fits, unless MICRO_BATCH is set."""
+    free = free_gib(inputs.machine)
+    room = free * usable_share(settings, inputs.machine) - held
+    learning_room = free * usable_share(settings, inputs.machine, learning=True) - held
+    sizes = [settings.MICRO_BATCH] if settings.MICRO_BATCH else useful_micro_batches(settings, inputs)
+    parts = choose_expert_parts(settings, inputs, sizes, room)
+    size = settings.MICRO_BATCH or largest_micro_batch(settings, inputs, sizes, parts, learning_room) or 1
+    size = min(size, rank_completions(settings, inputs.machine))
+    learning = learning_gib(settings, inputs, size, parts)
+    return StepPlan(micro_batch=size, learning=learning, expert_parts=parts)
+
+
+def keep_engine_awake(engine: EnginePlan | None, room: float) -> EnginePlan | None:
+    """The engine with all its weights on the GPU while it sleeps, so that sleeping and waking copy nothing, if it lends
+    some of them and `room` GiB are left for the others."""
+    if engine and engine.lent and engine.on_host <= room:
+        return dataclasses.replace(engine, asleep=engine.asleep + engine.on_host, lent=engine.weights)
+    return engine
+
+
+def plan_generation_batch(settings: Settings, inputs: PlanInputs, parts: int, room: float) -> int:
+    """Completions that transformers generates at once: as many as `room` GiB hold, unless GENERATION_BATCH is set."""
+    if settings.GENERATION_BATCH:
+        return settings.GENERATION_BATCH
+    sizes = divisors(settings.completions_per_rollout)
+    return max((size for size in sizes if generation_gib(settings, inputs, size, parts) <= room), default=1)
+
+
+def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
+    """The memory of a run and, from it, MICRO_BATCH and GENERATION_BATCH if they are `auto`: what the learner holds, a
+    sleeping vLLM, and the larger of rollout and learning."""
+    learner = plan_learner_memory(settings, inputs)
+    engine = plan_vllm(settings, inputs, learner)
+    held, free = learner.held + (engine.asleep if engine else 0.0), free_gib(inputs.machine)
+    step = plan_step(settings, inputs, held)
+    learning_room = free * usable_share(settings, inputs.machine, learning=True) - held
+    # With DIRECT_ANSWERS the learner's micro-batches choose one token a prompt, which takes less memory than learning.
+    batch, generation = step.micro_batch, 0.0
+    if not settings.DIRECT_ANSWERS:
+        room = free * usable_share(settings, inputs.machine) - held
+        batch = plan_generation_batch(settings, inputs, step.expert_parts, room)
+        generation = generation_gib(settings, inputs, batch, step.expert_parts)
+    return Plan(
+        **vars(learner),
+        **vars(step),
+        engine=keep_engine_awake(engine, learning_room - step.learning),
+        generation_batch=batch,
+        generation=generation,
+        prompt_len=inputs.prompt_len,
+    )
 
 
 def memory_shortfall(plan: Plan, machine: Machine) -> str:

@@ -2,11 +2,14 @@
 """The plan of a run as text: `--check` prints it, and every run prints it first."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from grpo.output.logs import banner_text
+from grpo.plan.engine_memory import describe_cache
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan
 from grpo.plan.targets import target_lines
+from grpo.preflight.choices import Choice
 from grpo.preflight.resolve import ResolvedRun
 from grpo.process.ranks import Ranks
 from grpo.settings.parsing import show
@@ -17,7 +20,7 @@ def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
     """The settings that are not at their defaults, or `every_setting`; sizes and choices with reasons; warnings."""
     lines = ["Settings" if every_setting else "Settings that are not at their defaults (`--check` shows all of them)"]
     for name, spec in FIELDS.items():
-        value, source = getattr(resolved.settings, name), resolved.sources[name]
+        value, source = getattr(resolved.recorded, name), resolved.sources[name]
         # MODEL_ID=tiny has its own defaults, and each automatic choice has a line with its reason below.
         if every_setting or (source not in ("default", "tiny", "chosen") and value != spec.default):
             lines.append(f"  {name:<25} {show(value):<28} {spec.metadata['unit']:<12} {source}")
@@ -26,9 +29,21 @@ def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
     return "\n".join([*lines, *map(banner_text, warnings)])
 
 
+# Choices that the lines below say in their own words; every other choice gets a line under its name.
+WITH_OWN_LINE = {
+    "heldout", "TOTAL_STEPS", "REWARDS", "SCALE_REWARDS", "EXPECTED_REWARD", "EPSILON_HIGH", "ATTN_IMPL", "PACKING",
+    "USE_VLLM", "ROLLOUT_SYNC", "EXPERTS", "GRADIENT_CHECKPOINTING", "MICRO_BATCH", "GENERATION_BATCH", "exact",
+    "exact_loop", "BEST_BY",
+}  # fmt: skip
+
+
+def with_reason(choice: Choice[Any], unit: str = "") -> str:
+    return f"{show(choice.value)}{unit}: {choice.reason}"
+
+
 def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     """(title, text) of each line below the settings: sizes, and every choice with its reason."""
-    s, machine, rows, reasons = resolved.settings, resolved.machine, resolved.rows, resolved.reasons
+    s, machine, rows, chosen = resolved.settings, resolved.machine, resolved.rows, resolved.choices
     gpu = "no GPU" if not machine.has_amd else "no GPU that can be used (AMD's are not supported)"
     if machine.gpus:
         gpu = f"{machine.gpu}, {machine.gpu_free:.1f} of {machine.gpu_total:.1f} GiB free"
@@ -40,7 +55,7 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     length = f"{s.TOTAL_STEPS} steps"
     if rows:
         yield "data", f"{len(rows)} training rows, {len(resolved.eval_rows)} held-out rows"
-        yield "held out", reasons["heldout"]
+        yield "held out", chosen["heldout"].reason
         length += f", {s.TOTAL_STEPS * s.PROMPTS_PER_STEP / s.NUM_ITERATIONS / len(rows):.1f} epochs over the rows"
     else:
         yield "data", "no row that can be used, see below"
@@ -51,27 +66,28 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
         yield "rollout", f"{s.completions_per_rollout} completions for {s.STEPS_PER_GENERATION} steps{times}"
     if machine.ranks > 1:
         yield "processes", processes_text(resolved)
-    yield "length", f"{length}: {reasons['total_steps']}"
+    yield "length", f"{length}: {chosen['TOTAL_STEPS'].reason}"
     yield from reward_lines(resolved)
     if s.INIT_ADAPTER:
         shape = f"rank {s.LORA_R}, alpha {s.LORA_ALPHA:g} on {s.LORA_TARGETS}"
         yield "adapter", f"starts from {s.INIT_ADAPTER}: {shape}; KL and `before` mean the base model without it"
     if resolved.config:
         yield from (("adapter on", line) for line in target_lines(s.LORA_TARGETS, resolved.config, s.LORA_R))
-    yield "attention", f"{resolved.attention}: {reasons['attention']}"
-    yield "packing", f"{resolved.packing}: {reasons['packing']}"
+    yield "attention", with_reason(chosen["ATTN_IMPL"])
+    yield "packing", with_reason(chosen["PACKING"])
     yield "loss", f"{s.LOSS_TYPE} by liger: over chunked log-probs, the same as TRL's to five digits"
     generator = "none" if s.DIRECT_ANSWERS else "vLLM" if resolved.use_vllm else "transformers"
-    yield "rollouts", f"{generator}: {reasons['use_vllm']}"
+    yield "rollouts", f"{generator}: {chosen['USE_VLLM'].reason}"
     if resolved.use_vllm:
-        yield "weight sync", f"{s.ROLLOUT_SYNC}: {reasons['rollout_sync']}"
-    yield "experts", f"{s.EXPERTS}: {reasons['experts']}"
+        yield "weight sync", with_reason(chosen["ROLLOUT_SYNC"])
+    yield "experts", with_reason(chosen["EXPERTS"])
     yield from evaluation_lines(resolved)
-    yield "clip range", f"{s.EPSILON:g} below, {resolved.epsilon_high:g} above: {reasons['epsilon_high']}"
+    yield "clip range", f"{s.EPSILON:g} below, {with_reason(chosen['EPSILON_HIGH'], ' above')}"
     if resolved.plan:
         activations = "recomputed" if s.GRADIENT_CHECKPOINTING else "kept"
-        yield "activations", f"{activations}: {reasons['gradient_checkpointing']}"
-        yield from memory_lines(resolved.plan, machine, s.DIRECT_ANSWERS)
+        yield "activations", f"{activations}: {chosen['GRADIENT_CHECKPOINTING'].reason}"
+        yield from memory_lines(resolved, resolved.plan)
+    yield from ((name, with_reason(choice)) for name, choice in chosen.items() if name not in WITH_OWN_LINE)
     yield "OUTPUT_DIR", f"{resolved.state.folder}: {output_dir_text(resolved)}"
 
 
@@ -80,10 +96,11 @@ def reward_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     is_unusable = any(problem.startswith("REWARDS") for problem in resolved.problems)
     specs = [] if is_unusable else resolved.reward_specs
     functions = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
-    yield "rewards", f"{functions}: {resolved.reasons['rewards']}" if functions else "none that can be used, see below"
-    yield "scaled by", f"{resolved.scale_rewards}: {resolved.reasons['scale_rewards']}"
-    learned = "rewards of all actions at the answer" if resolved.expected_reward else "no, sampled rewards"
-    yield "expected", f"{learned}: {resolved.reasons['expected_reward']}"
+    reason, expected = resolved.choices["REWARDS"].reason, resolved.choices["EXPECTED_REWARD"]
+    yield "rewards", f"{functions}: {reason}" if functions else "none that can be used, see below"
+    yield "scaled by", with_reason(resolved.choices["SCALE_REWARDS"])
+    learned = "rewards of all actions at the answer" if expected.value else "no, sampled rewards"
+    yield "expected", f"{learned}: {expected.reason}"
 
 
 def output_dir_text(resolved: ResolvedRun) -> str:
@@ -106,16 +123,16 @@ def output_dir_text(resolved: ResolvedRun) -> str:
 
 def evaluation_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     """(title, text) of each line about evaluations, and about the task's simulator where it concerns the run."""
-    s, reasons = resolved.settings, resolved.reasons
+    s, exact, best_by = resolved.settings, resolved.choices["exact"], resolved.choices["BEST_BY"]
     if resolved.closed_loop.is_mentioned:
-        yield "closed loop", f"{'on' if resolved.closed_loop.runs else 'off'}: {reasons['closed_loop']}"
+        yield "closed loop", f"{'on' if resolved.closed_loop.runs else 'off'}: {resolved.closed_loop.reason}"
     if not resolved.eval_rows:
-        yield "evaluation", f"none: {reasons['best_by']}"
+        yield "evaluation", f"none: {best_by.reason}"
         return
-    kind = "exact" if resolved.exact else "sampled"
+    kind = "exact" if exact.value else "sampled"
     steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not during training"
-    yield "evaluation", f"{kind} at {s.EVAL_TEMPERATURE:g}, {reasons['exact']}; {steps}"
-    yield "best adapter", f"by {resolved.best_by}: {reasons['best_by']}"
+    yield "evaluation", f"{kind} at {s.EVAL_TEMPERATURE:g}, {exact.reason}; {steps}"
+    yield "best adapter", f"by {with_reason(best_by)}"
 
 
 def processes_text(resolved: ResolvedRun) -> str:
@@ -127,25 +144,32 @@ def processes_text(resolved: ResolvedRun) -> str:
     return f"{machine.ranks}{machines}, each with {own}: {shares} of {prompts} prompts"
 
 
-def memory_lines(plan: Plan, machine: Machine, direct: bool = False) -> Iterator[tuple[str, str]]:
-    """(title, text) of each line about memory and batch sizes of one process. `direct`: nothing is generated."""
-    yield "MICRO_BATCH", f"{plan.micro_batch}: {plan.micro_batch_reason}"
+def memory_lines(resolved: ResolvedRun, plan: Plan) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about memory and batch sizes of one process."""
+    s, machine = resolved.settings, resolved.machine
+    yield "MICRO_BATCH", with_reason(resolved.choices["MICRO_BATCH"])
     if plan.expert_parts > 1:
         parts = f"{plan.expert_parts} parts of a layer's experts, one after the other"
         yield "dequantized", f"{parts}: a whole layer does not fit"
     if engine := plan.engine:
         parts = f"weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f}"
-        yield "vLLM awake", f"{parts} = {engine.awake:.1f} GiB; cache for {engine.cache_reason}"
-        asleep = f"{engine.asleep:.1f} GiB on the GPU, {plan.on_host:.1f} GiB of host memory"
-        if plan.paged:
-            asleep += f", {plan.paged:.1f} of them experts, embeddings and head of the learner"
-        if machine.here > 1:
-            asleep += f" ({plan.on_host * machine.here:.0f} of {machine.here} engines, {machine.ram_free:.0f} are free)"
-        yield "vLLM asleep", asleep
-    elif not direct:
-        yield "GENERATION_BATCH", f"{plan.generation_batch}: {plan.generation_batch_reason}"
+        cache = describe_cache(s, engine, plan.prompt_len)
+        yield "vLLM awake", f"{parts} = {engine.awake:.1f} GiB; cache for {cache}"
+        yield "vLLM asleep", asleep_text(plan, machine, engine.asleep)
+    elif not s.DIRECT_ANSWERS:
+        yield "GENERATION_BATCH", with_reason(resolved.choices["GENERATION_BATCH"])
     each = " per process" if machine.ranks > 1 else ""
     yield "memory", f"{plan.parts} = {plan.peak:.2f} GiB{each} (estimate)"
+
+
+def asleep_text(plan: Plan, machine: Machine, on_gpu: float) -> str:
+    """Says where the weights are while vLLM sleeps, or the learner's while it does not; `on_gpu`: GiB that it keeps."""
+    text = f"{on_gpu:.1f} GiB on the GPU, {plan.on_host:.1f} GiB of host memory"
+    if plan.paged:
+        text += f", {plan.paged:.1f} of them experts, embeddings and head of the learner"
+    if machine.here > 1:
+        text += f" ({plan.on_host * machine.here:.0f} of {machine.here} engines, {machine.ram_free:.0f} are free)"
+    return text
 
 
 def data_warnings(resolved: ResolvedRun) -> list[str]:
@@ -156,7 +180,7 @@ def data_warnings(resolved: ResolvedRun) -> list[str]:
     if rows and is_split and not resolved.eval_rows:
         warnings.append(
             "Nothing is measured, so nothing will say whether the adapter beats the base model. Held out: "
-            f"{resolved.reasons['heldout']}. Set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip this"
+            f"{resolved.choices['heldout'].reason}. Set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip this"
         )
     trained, heldout = ({row.prompt or row.messages for row in part} for part in (rows, resolved.eval_rows))
     if shared := len(trained & heldout):

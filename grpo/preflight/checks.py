@@ -12,8 +12,9 @@ from typing import Any
 
 from grpo.common import Problems, nearest_hint
 from grpo.data.files import Row, column_names, data_fingerprint
+from grpo.data.heldout import read_split
 from grpo.data.prompts import count_tokens
-from grpo.output.folder import inspect_run, recorded_commit
+from grpo.output.folder import recorded_commit
 from grpo.output.layout import existing_parent
 from grpo.plan import hub, memory
 from grpo.plan.engine_memory import LORA_RANKS
@@ -32,7 +33,6 @@ from grpo.reward.reward_checks import check_heldout, check_rewards, longest_answ
 from grpo.settings.environment import load_settings, unknown_variables
 from grpo.settings.parsing import show
 from grpo.settings.table import TASK_FILES, Settings
-from grpo.tasks.figure_text import object_at
 
 BLACKWELL = 10  # The compute capability of the first cards of this generation; those of the last are 12.x.
 
@@ -215,26 +215,16 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
             problems.add(f"{name}={path}", fault, f"Free space, or point {name} to a larger disk")
 
 
-def keep_generation_batch(resolved: ResolvedRun, problems: Problems) -> ResolvedRun:
-    """Returns the run with the GENERATION_BATCH that `auto` chose at its start, if it is resumed: another one would
-    sample differently. Adds a problem if it began with vLLM and would go on without, or the other way round."""
-    state, settings = resolved.state, resolved.settings
-    if not state.step or not resolved.plan:
-        return resolved
-    rollouts, recorded = state.choices.get("rollouts"), object_at(state.choices, "plan").get("generation_batch")
-    if not isinstance(recorded, int) or recorded < 1 or settings.completions_per_rollout % recorded:
-        recorded = None  # The record was edited.
-    began_with_vllm = bool(rollouts[0]) if isinstance(rollouts, list) and rollouts else resolved.use_vllm
-    if began_with_vllm != resolved.use_vllm and settings.USE_VLLM is None:
-        before, now = f"USE_VLLM={int(began_with_vllm)}", f"USE_VLLM={int(resolved.use_vllm)}"
-        fault = f"the run in {state.folder} was started with {before}, now it is {int(resolved.use_vllm)}"
-        fault += f" ({resolved.reasons['use_vllm']})"
-        problems.add("USE_VLLM", fault, f"Set {before} to continue as before, or {now} to change it")
-    elif began_with_vllm == resolved.use_vllm and recorded and settings.GENERATION_BATCH is None:
-        reason = "as the run was started"
-        plan = dataclasses.replace(resolved.plan, generation_batch=recorded, generation_batch_reason=reason)
-        return dataclasses.replace(resolved, plan=plan)
-    return resolved
+def check_engine_kept(resolved: ResolvedRun, problems: Problems) -> None:
+    """Checks that a run that began with vLLM does not go on without it by itself, nor the other way round."""
+    state, now = resolved.state, resolved.choices["USE_VLLM"]
+    rollouts = state.choices.get("rollouts")
+    if not (state.step and isinstance(rollouts, list) and rollouts) or resolved.asked.USE_VLLM is not None:
+        return
+    if (begun := bool(rollouts[0])) != now.value:
+        fault = f"the run in {state.folder} was started with USE_VLLM={begun:d}, now it is {now.value:d} ({now.reason})"
+        fix = f"Set USE_VLLM={begun:d} to continue as before, or USE_VLLM={now.value:d} to change it"
+        problems.add("USE_VLLM", fault, fix)
 
 
 def blackwell_warning(machine: Machine, use_vllm: bool) -> str:
@@ -246,23 +236,21 @@ def blackwell_warning(machine: Machine, use_vllm: bool) -> str:
     return text
 
 
+def load_run_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str], Problems]:
+    """The settings in `environ`, the source of each, and their problems; the demo's rows are filled in."""
+    settings, sources, problems = load_settings(environ)
+    return *choices.choose_demo(settings, sources), problems
+
+
 def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> ResolvedRun:
     """The resolved run of the settings in `environ`, with all problems of all ranks that can be found without training.
-    Writes nothing. Rank 0, which has locked OUTPUT_DIR, reads it, and tells the others from which step to go on."""
-    loaded, sources, problems = load_settings(environ)
-    settings, sources = choices.choose_demo(loaded, sources)
+    Writes nothing."""
+    settings, sources, problems = load_run_settings(environ)
     ranks = ranks or Ranks()
-    commit = ranks.broadcast(recorded_commit(settings))
-    resolved = resolve(settings, read_facts(settings, sources, machine, ranks, problems, commit), problems)
-    garbage_warning = check_input(resolved, problems)
-    state = resolved.state if ranks.rank else inspect_run(resolved.settings, resolved.rows, problems)
-    step, recorded = ranks.broadcast((state.step, state.choices))
-    resolved = dataclasses.replace(resolved, state=dataclasses.replace(state, step=step, choices=recorded))
-    resolved = keep_generation_batch(resolved, problems)
-    check_start_adapter(resolved.settings, resolved.state, resolved.adapter.digest, problems)
-    if resolved.files and resolved.inputs and resolved.plan:
-        check_memory(resolved.settings, resolved.inputs, problems)
-        check_disk(resolved.settings, resolved.files, resolved.plan.adapter, problems)
+    commit, split = ranks.broadcast(recorded_commit(settings)), read_split(settings, problems)
+    resolved = resolve(read_facts(settings, sources, split, machine, ranks, problems, commit), problems)
+    check_learning(resolved, resolved.recorded, problems)
+    garbage_warning = check_rollouts(resolved, problems)
     _, warnings = unknown_variables(environ)
     warnings += filter(None, [garbage_warning, *answer_warnings(resolved)])
     if resolved.machine.capability >= BLACKWELL:
@@ -278,7 +266,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
 def merge_rank_problems(resolved: ResolvedRun, problems: Problems) -> Problems:
     """The problems of all ranks, the same list on every rank: each problem once, with the ranks that have it unless all
     do. If there is none, the list holds the first setting or other input that differs between ranks."""
-    ranks, rank_input = resolved.ranks, {name: show(value) for name, value in vars(resolved.settings).items()}
+    ranks, rank_input = resolved.ranks, {name: show(value) for name, value in vars(resolved.recorded).items()}
     if resolved.sources["GRADIENT_CHECKPOINTING"] == "chosen":  # By each rank's memory, as its micro-batches are.
         rank_input["GRADIENT_CHECKPOINTING"] = "auto"
     rank_input |= {"GPUs": str(resolved.machine.gpus), "vLLM": "used" if resolved.use_vllm else "not used"}
@@ -297,28 +285,37 @@ def merge_rank_problems(resolved: ResolvedRun, problems: Problems) -> Problems:
     return merged
 
 
-def check_input(resolved: ResolvedRun, problems: Problems) -> str | None:
-    """Checks that settings, packages, machine, rows and reward functions go together. Returns a warning or None."""
-    settings, machine, use_vllm = resolved.settings, resolved.machine, resolved.use_vllm
+def check_learning(resolved: ResolvedRun, settings: Settings, problems: Problems) -> None:
+    """Checks what every training needs, that of scripts/sft.py too: packages, a model that this machine can train, and
+    room in memory and on disk. `settings` may have `auto` where advice may say so, as for batch sizes."""
+    machine, use_vllm = resolved.machine, resolved.use_vllm
     check_packages(settings, resolved.versions, problems, use_vllm)
-    check_trackers(settings, problems)
     check_settings(settings, resolved.config, machine, problems)
     check_experts(settings, resolved.config, machine, use_vllm, problems)
-    check_top_p(settings, use_vllm, problems)
     check_computed_model(resolved, problems)
-    if settings.DRAFT_MODEL and not use_vllm:
-        fault = f"only vLLM takes a draft, and it does not generate here ({resolved.reasons['use_vllm']})"
-        problems.add("DRAFT_MODEL", fault, "Unset it")
+    check_start_adapter(settings, resolved.state, resolved.adapter.digest, problems)
+    if resolved.files and resolved.inputs and resolved.plan:
+        check_memory(settings, resolved.inputs, problems)
+        check_disk(settings, resolved.files, resolved.plan.adapter, problems)
+
+
+def check_rollouts(resolved: ResolvedRun, problems: Problems) -> str | None:
+    """Checks rewards, rollouts and evaluations of a run of train_grpo.py. Returns a warning or None."""
+    asked, use_vllm = resolved.asked, resolved.use_vllm
+    check_engine_kept(resolved, problems)
+    check_trackers(asked, problems)
+    check_top_p(asked, use_vllm, problems)
     tokenizer = resolved.files.tokenizer if resolved.files and resolved.longest_prompt else None
-    specs, garbage_warning = check_rewards(settings, resolved.rewards, resolved.rows, problems, tokenizer)
-    if settings.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
+    specs, garbage_warning = check_rewards(asked, resolved.choices["REWARDS"].value, resolved.rows, problems, tokenizer)
+    if asked.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
         columns = column_names(resolved.rows)
-        check_heldout(specs, settings, resolved.eval_rows, problems, tokenizer, columns=columns)
+        check_heldout(specs, asked, resolved.eval_rows, problems, tokenizer, columns=columns)
     names, every_row = [name for name, _ in resolved.reward_specs], [*resolved.rows, *resolved.eval_rows]
-    check_direct(settings, names, every_row, tokenizer, problems)
-    if settings.EXPECTED_REWARD and not resolved.expected_reward:
-        fault = f"it cannot be used: {resolved.reasons['expected_reward']}"
-        problems.add("EXPECTED_REWARD", fault, "Set EXPECTED_REWARD=auto, or change that")
+    check_direct(asked, names, every_row, tokenizer, problems)
+    expected = resolved.choices["EXPECTED_REWARD"]
+    if asked.EXPECTED_REWARD and not expected.value:
+        fix = "Set EXPECTED_REWARD=auto, or change that"
+        problems.add("EXPECTED_REWARD", f"it cannot be used: {expected.reason}", fix)
     check_simulation(resolved, problems)
     return garbage_warning
 
@@ -351,7 +348,7 @@ def answer_warnings(resolved: ResolvedRun) -> Iterator[str | None]:
 def check_simulation(resolved: ResolvedRun, problems: Problems) -> None:
     """Checks that the task's simulator runs if BEST_BY or EVAL_PROFILE asks for it."""
     best_by, runs = resolved.best_by, resolved.closed_loop.runs
-    fault = f"the closed loop does not run ({resolved.reasons['closed_loop']})"
+    fault = f"the closed loop does not run ({resolved.closed_loop.reason})"
     if best_by not in ("", "reward") and not (runs and best_by == TASK_FILES[resolved.settings.TASK].get("best_by")):
         problems.add("BEST_BY", fault, "Set BEST_BY=auto or reward")
     is_set = resolved.sources["EVAL_PROFILE"] == "environment" and (resolved.settings.EVAL_PROFILE or "").strip()
@@ -361,26 +358,27 @@ def check_simulation(resolved: ResolvedRun, problems: Problems) -> None:
         problems.add("EVAL_PROFILE", f"it has no effect: {fault}", "Unset it")
 
 
-# Name of a choice in settings.json -> field of ResolvedRun.
-RECORDED = {
-    "rewards": "rewards", "scale_rewards": "scale_rewards", "expected_reward": "expected_reward",
-    "attention": "attention", "packing": "packing", "rollouts": "use_vllm", "evaluation": "exact",
-    "simulation": "exact_loop", "best": "best_by", "epsilon_high": "epsilon_high",
-}  # fmt: skip
+# The names of choices in settings.json that are not the choice's own in lower case.
+RECORD_NAMES = {
+    "ATTN_IMPL": "attention",
+    "USE_VLLM": "rollouts",
+    "ROLLOUT_SYNC": "sync",
+    "BEST_BY": "best",
+    "exact": "evaluation",
+    "exact_loop": "simulation",
+}
 
 
 def run_records(resolved: ResolvedRun) -> dict[str, dict[str, Any]]:
     """The contents of settings.json (every setting, every choice and its reason) and versions.json, by file name."""
-    settings, config, reasons = resolved.settings, resolved.config, resolved.reasons
-    chosen: dict[str, Any] = {name: [getattr(resolved, field), reasons[field]] for name, field in RECORDED.items()}
+    settings, config = resolved.recorded, resolved.config
+    chosen: dict[str, Any] = {
+        RECORD_NAMES.get(name, name.lower()): [choice.value, choice.reason] for name, choice in resolved.choices.items()
+    }
     chosen |= {
-        "sync": [settings.ROLLOUT_SYNC, reasons["rollout_sync"]],
-        "experts": [settings.EXPERTS, reasons["experts"]],
-        "gradient_checkpointing": [settings.GRADIENT_CHECKPOINTING, reasons["gradient_checkpointing"]],
         "lora_targets": list(target_lines(settings.LORA_TARGETS, config, settings.LORA_R)) if config else None,
         "init_adapter": resolved.adapter.digest,
         "model_commit": resolved.files.commit if resolved.files else None,
-        "heldout": [len(resolved.eval_rows), reasons["heldout"]],
         "plan": dataclasses.asdict(resolved.plan) if resolved.plan else None,
     }
     settings_json = {

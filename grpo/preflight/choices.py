@@ -1,14 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choices that `auto` leaves open: pure functions that return a value and its reason."""
+"""The choices that `auto` leaves open, one pure function for each.
+
+To add a setting that has `auto`: its line in grpo/settings/table.py, its function here, and the line of `resolve` that
+calls it. Banner, settings.json and the resolved settings then have it."""
 
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from grpo.common import Problems
 from grpo.data.files import Row
 from grpo.data.heldout import names_single_file
-from grpo.plan.machine import FLASH_PACKAGES
+from grpo.plan.machine import FLASH_PACKAGES, Machine
+from grpo.plan.memory import (
+    KEPT_SHARE,
+    LEAST_KEPT_TOKENS,
+    Plan,
+    PlanInputs,
+    free_gib,
+    micro_batch_tokens,
+    plan_memory,
+    rank_completions,
+    usable_share,
+    useful_micro_batches,
+)
 from grpo.plan.targets import expert_words
+from grpo.settings.parsing import show
 from grpo.settings.table import TASK_FILES, Settings
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
@@ -16,50 +35,66 @@ MOST_EXACT = 10_000_000  # Parameters of the largest model for which exact evalu
 LEAST_ANSWER = 8  # The least MAX_COMPLETION_LEN, in tokens, into which every answer `[k]` fits.
 VLLM_COLDEST = 0.01  # The value of _MAX_TEMP in vllm/sampling_params.py: smaller temperatures are raised to it.
 
+T = TypeVar("T")
 
-def choose_attention(requested: str, gpus: int) -> tuple[str, str]:
-    """(attention implementation of the learner, reason). All but Hub kernels are exact with attention sinks. Generation
-    by transformers always uses eager attention."""
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """A value that the run takes, and the reason as a clause for the user."""
+
+    value: T
+    reason: str
+
+
+def choose_attention(requested: str, gpus: int) -> Choice[str]:
+    """ATTN_IMPL, the attention of the learner. All but Hub kernels are exact with attention sinks. Generation by
+    transformers always uses eager attention."""
     if requested != "auto":
-        return requested, "set by ATTN_IMPL"
+        return Choice(requested, "set by ATTN_IMPL")
     if not gpus:
-        return "eager", "no GPU: eager is the only implementation with attention sinks on a CPU"
-    return "torch_flash", "FlashAttention 2 as torch ships it, nothing to install; exact with sinks at any shape"
+        return Choice("eager", "no GPU: eager is the only implementation with attention sinks on a CPU")
+    return Choice(
+        "torch_flash", "FlashAttention 2 as torch ships it, nothing to install; exact with sinks at any shape"
+    )
 
 
-def choose_packing(requested: str | None, attention: str, gpus: int) -> tuple[str, str]:
-    """(PACKING, reason)."""
+def choose_packing(requested: str | None, attention: str, gpus: int) -> Choice[str]:
+    """PACKING, for the learner's chosen `attention`."""
     if requested is not None:
-        return requested, "set by PACKING"
+        return Choice(requested, "set by PACKING")
     if attention == "eager" and gpus:
-        return "none", "eager attention holds all scores of a row: shorter rows need less memory"
+        return Choice("none", "eager attention holds all scores of a row: shorter rows need less memory")
     if attention not in ATTENTION:
-        return "none", f"{attention} takes padded rows only"
-    return "prefix", "a prompt is computed once for all its completions"
+        return Choice("none", f"{attention} takes padded rows only")
+    return Choice("prefix", "a prompt is computed once for all its completions")
 
 
-def choose_use_vllm(settings: Settings, gpus: int, vllm: str | None) -> tuple[bool, str]:
-    """(whether vLLM generates, reason). `vllm`: its installed version."""
+def choose_use_vllm(settings: Settings, gpus: int, vllm: str | None) -> Choice[bool]:
+    """USE_VLLM. `vllm`: its installed version."""
     if settings.DIRECT_ANSWERS:
-        return False, "DIRECT_ANSWERS chooses one token from a forward pass"
+        return Choice(False, "DIRECT_ANSWERS chooses one token from a forward pass")
     if settings.USE_VLLM is not None:
-        return settings.USE_VLLM, "set by USE_VLLM"
+        return Choice(settings.USE_VLLM, "set by USE_VLLM")
     if not gpus:
-        return False, "no GPU: transformers generates"
+        return Choice(False, "no GPU: transformers generates")
     if settings.MODEL_ID == "tiny":
-        return False, "the tiny model is made for CPUs: transformers generates"
+        return Choice(False, "the tiny model is made for CPUs: transformers generates")
     if not vllm:
-        return False, "vLLM IS NOT INSTALLED: transformers generates, at about half the speed (scripts/setup.sh --gpu)"
-    return True, "a GPU and vLLM are there"
+        return Choice(
+            False, "vLLM IS NOT INSTALLED: transformers generates, at about half the speed (scripts/setup.sh --gpu)"
+        )
+    return Choice(True, "a GPU and vLLM are there")
 
 
-def choose_sync(settings: Settings) -> tuple[str, str]:
-    """(ROLLOUT_SYNC, reason)."""
+def choose_sync(settings: Settings) -> Choice[str]:
+    """ROLLOUT_SYNC."""
     if settings.ROLLOUT_SYNC is not None:
-        return settings.ROLLOUT_SYNC, "set by ROLLOUT_SYNC"
+        return Choice(settings.ROLLOUT_SYNC, "set by ROLLOUT_SYNC")
     if expert_words(settings.LORA_TARGETS):
-        return "lora", "LORA_TARGETS names experts, which vLLM keeps in four bits: nothing can be merged into them"
-    return "merge", "faster than lora, which only experts in LORA_TARGETS need"
+        return Choice(
+            "lora", "LORA_TARGETS names experts, which vLLM keeps in four bits: nothing can be merged into them"
+        )
+    return Choice("merge", "faster than lora, which only experts in LORA_TARGETS need")
 
 
 EXPERTS_REASONS = {
@@ -70,30 +105,101 @@ EXPERTS_REASONS = {
 }
 
 
-def choose_rewards(requested: str | None, rows: Sequence[Row]) -> tuple[str, str]:
-    """(REWARDS, reason)."""
+def choose_experts(settings: Settings, inputs: PlanInputs) -> Choice[str]:
+    """EXPERTS: the first kind that fits."""
+    if settings.EXPERTS is not None:
+        return Choice(settings.EXPERTS, "set by EXPERTS")
+    kinds = inputs.expert_kinds(settings)
+    if len(kinds) == 1:
+        return Choice(kinds[0], "the checkpoint's are not quantized")
+    if not inputs.machine.gpus:
+        return Choice(kinds[0], "no GPU: models that a CPU can train are small")
+    fitting = (kind for kind in kinds if inputs.fits(settings, {"EXPERTS": kind}))
+    chosen = next(fitting, "paged" if "paged" in kinds else "mxfp4")  # Where nothing fits, what lacks least.
+    return Choice(chosen, EXPERTS_REASONS[chosen])
+
+
+def choose_checkpointing(settings: Settings, inputs: PlanInputs) -> Choice[bool]:
+    """GRADIENT_CHECKPOINTING. Without it a step takes less time if micro-batches stay large and memory is not nearly
+    full (`KEPT_SHARE`)."""
+    machine = inputs.machine
+    if settings.GRADIENT_CHECKPOINTING is not None:
+        return Choice(
+            settings.GRADIENT_CHECKPOINTING, f"GRADIENT_CHECKPOINTING={show(settings.GRADIENT_CHECKPOINTING)}"
+        )
+    if not machine.gpus:
+        return Choice(True, "no GPU: it saves memory")
+    plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=False), inputs)
+    tokens = micro_batch_tokens(settings, plan.micro_batch, inputs.prompt_len, inputs.share_prompts)
+    if plan.learning_peak > machine.gpu_free * KEPT_SHARE:
+        return Choice(
+            True, f"without it micro-batches of {tokens:,} tokens would take over {KEPT_SHARE:.0%} of the memory"
+        )
+    if tokens < LEAST_KEPT_TOKENS:
+        return Choice(True, f"without it micro-batches would have {tokens:,} tokens, fewer than {LEAST_KEPT_TOKENS:,}")
+    return Choice(False, f"there is room for all that micro-batches of {tokens:,} tokens keep")
+
+
+def free_memory_text(machine: Machine, share: float) -> str:
+    where = "GiB free on the GPU" if machine.gpus else "GiB of free memory"
+    return f"{share:.0%} of {free_gib(machine):.1f} {where}"
+
+
+def choose_micro_batch(settings: Settings, inputs: PlanInputs, plan: Plan) -> Choice[int]:
+    """MICRO_BATCH, as the `plan` has it."""
+    if settings.MICRO_BATCH is not None:
+        return Choice(plan.micro_batch, "set by MICRO_BATCH")
+    share = usable_share(settings, inputs.machine, learning=True)
+    largest = useful_micro_batches(settings, inputs)[-1]
+    reason = f"largest divisor of {rank_completions(settings, inputs.machine)} up to {largest}"
+    reason += f" whose {plan.learning:.1f} GiB fit"
+    if plan.learning_peak > free_gib(inputs.machine) * share:
+        reason = f"the smallest, whose {plan.learning:.1f} GiB do not fit"
+    return Choice(plan.micro_batch, f"{reason} beside the weights in {free_memory_text(inputs.machine, share)}")
+
+
+def choose_generation_batch(settings: Settings, inputs: PlanInputs, plan: Plan) -> Choice[int]:
+    """GENERATION_BATCH, as the `plan` has it."""
+    batch, share = plan.generation_batch, usable_share(settings, inputs.machine)
+    if settings.DIRECT_ANSWERS:
+        return Choice(batch, "nothing is generated: the learner's micro-batches choose one token a prompt")
+    if settings.GENERATION_BATCH is not None:
+        return Choice(batch, "set by GENERATION_BATCH")
+    if plan.engine:
+        return Choice(batch, "of no effect, vLLM generates")
+    chosen, fit = f"largest divisor of {settings.completions_per_rollout}", "fit"
+    if plan.rollout_peak > free_gib(inputs.machine) * share:
+        chosen, fit = "the smallest,", "do not fit"
+    size = f"whose cache and prefill ({plan.generation:.1f} GiB)"
+    return Choice(batch, f"{chosen} {size} {fit} in {free_memory_text(inputs.machine, share)}")
+
+
+def choose_rewards(requested: str | None, rows: Sequence[Row]) -> Choice[str]:
+    """REWARDS, by the columns of the training `rows`."""
     if requested is not None:
-        return requested, "set by REWARDS"
+        return Choice(requested, "set by REWARDS")
     file = next((row.file for row in rows if not row.q), None)
     if rows and file is None:
-        return "regret", "every training row has q_action_k"
-    return "action", f"{file} has no q_action_k" if file else "there are no training rows"
+        return Choice("regret", "every training row has q_action_k")
+    return Choice("action", f"{file} has no q_action_k" if file else "there are no training rows")
 
 
-def choose_scale_rewards(requested: str | None) -> tuple[str, str]:
-    """(SCALE_REWARDS, reason)."""
+def choose_scale_rewards(requested: str | None) -> Choice[str]:
+    """SCALE_REWARDS."""
     if requested is not None:
-        return requested, "set by SCALE_REWARDS"
-    return "group", "by the batch's deviation a few costly rows decide, and a run may settle on the safest action"
+        return Choice(requested, "set by SCALE_REWARDS")
+    return Choice(
+        "group", "by the batch's deviation a few costly rows decide, and a run may settle on the safest action"
+    )
 
 
-def choose_epsilon_high(settings: Settings) -> tuple[float, str]:
-    """(upper clip range, reason)."""
+def choose_epsilon_high(settings: Settings) -> Choice[float]:
+    """EPSILON_HIGH, the upper clip range."""
     if settings.EPSILON_HIGH is not None:
-        return settings.EPSILON_HIGH, "set by EPSILON_HIGH"
+        return Choice(settings.EPSILON_HIGH, "set by EPSILON_HIGH")
     if settings.LOSS_TYPE == "cispo":
-        return 5.0, "cispo truncates the ratio itself, far from 1"
-    return settings.EPSILON, "EPSILON on both sides"
+        return Choice(5.0, "cispo truncates the ratio itself, far from 1")
+    return Choice(settings.EPSILON, "EPSILON on both sides")
 
 
 def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> Iterator[str]:
@@ -115,13 +221,15 @@ def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Se
         yield "TOP_P below 1 samples from other probabilities than the learner's"
 
 
-def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> tuple[bool, str]:
-    """(whether completions learn from the expected reward, reason); `names` as in `expected_reward_obstacles`."""
+def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> Choice[bool]:
+    """EXPECTED_REWARD; `names` as in `expected_reward_obstacles`."""
     if settings.EXPECTED_REWARD is False:
-        return False, "set by EXPECTED_REWARD"
+        return Choice(False, "set by EXPECTED_REWARD")
     for obstacle in expected_reward_obstacles(settings, rows, names):
-        return False, obstacle
-    return True, f"every row has the reward of each action, and REWARDS a function of it alone ({', '.join(names)})"
+        return Choice(False, obstacle)
+    return Choice(
+        True, f"every row has the reward of each action, and REWARDS a function of it alone ({', '.join(names)})"
+    )
 
 
 def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
@@ -139,6 +247,22 @@ def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Setting
     return demo, {**sources, **dict.fromkeys(chosen, "chosen")}
 
 
+def choose_total_steps(settings: Settings, sources: Mapping[str, str], rows: int, problems: Problems) -> Choice[int]:
+    """TOTAL_STEPS, the steps of the whole run, for this number of training `rows`. Adds a problem if the user set both
+    it and NUM_TRAIN_EPOCHS."""
+    total, epochs, prompts = settings.TOTAL_STEPS, settings.NUM_TRAIN_EPOCHS, settings.PROMPTS_PER_STEP
+    if epochs is None or not rows:
+        return Choice(total, "TOTAL_STEPS")
+    if sources["TOTAL_STEPS"] == "environment":
+        fault = f"it says {epochs:g} rounds over the rows, and TOTAL_STEPS={total} is set as well"
+        problems.add("NUM_TRAIN_EPOCHS", fault, "Unset one of the two")
+        return Choice(total, "TOTAL_STEPS")
+    # Rounded first: 1.1 x 70 is 77.00000000000001 in floating point.
+    steps = max(1, math.ceil(round(rows * epochs * settings.NUM_ITERATIONS / prompts, 6)))
+    times = f" x NUM_ITERATIONS={settings.NUM_ITERATIONS}" if settings.NUM_ITERATIONS > 1 else ""
+    return Choice(steps, f"NUM_TRAIN_EPOCHS={epochs:g} x {rows} rows{times} / {prompts} prompts a step, rounded up")
+
+
 def choose_exact(
     settings: Settings,
     use_vllm: bool,
@@ -146,54 +270,56 @@ def choose_exact(
     why_sampled: str = "",
     opens_channel: bool = False,
     has_rewards: bool = True,
-) -> tuple[bool, str]:
-    """(whether held-out rows are evaluated exactly, by the probabilities of all answers instead of samples, reason).
+) -> Choice[bool]:
+    """Whether held-out rows are evaluated exactly, by the probabilities of all answers instead of samples.
 
     `parameters`: the model's; `why_sampled`: that of the task's SimulationPlan; `opens_channel`: whether a prompt ends
     inside the answer's channel; `has_rewards`: whether every row has the rewards of its actions."""
     if not settings.EVAL_SAMPLES:
-        return False, "EVAL_SAMPLES=0"
+        return Choice(False, "EVAL_SAMPLES=0")
     sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
     if not settings.EVAL_EXACT:
-        return False, f"{sampled}: EVAL_EXACT=0"
+        return Choice(False, f"{sampled}: EVAL_EXACT=0")
     if settings.DIRECT_ANSWERS and has_rewards and not why_sampled:
-        return True, "all answers by their probability: with DIRECT_ANSWERS one forward pass gives it"
+        return Choice(True, "all answers by their probability: with DIRECT_ANSWERS one forward pass gives it")
     if use_vllm:
-        return False, f"{sampled}: vLLM generates"
+        return Choice(False, f"{sampled}: vLLM generates")
     if not has_rewards:
-        return False, f"{sampled}: rows without reward_action_k have no actions to go through"
+        return Choice(False, f"{sampled}: rows without reward_action_k have no actions to go through")
     if parameters > MOST_EXACT:
-        return False, f"{sampled}: exact takes too long for {parameters / 1e6:,.0f}M parameters"
+        return Choice(False, f"{sampled}: exact takes too long for {parameters / 1e6:,.0f}M parameters")
     if why_sampled:
-        return False, f"{sampled}: {why_sampled}"
+        return Choice(False, f"{sampled}: {why_sampled}")
     unsupported = {
         "opened channels": opens_channel,
         "TOP_P below 1": settings.TOP_P < 1,
         "short MAX_COMPLETION_LEN": settings.MAX_COMPLETION_LEN < LEAST_ANSWER,
     }
     if obstacles := [text for text, applies in unsupported.items() if applies]:
-        return False, f"{sampled}: exact evaluation does not support {' or '.join(obstacles)}"
-    return True, f"all answers by their probability: {parameters / 1e6:.2g}M parameters, transformers generates"
+        return Choice(False, f"{sampled}: exact evaluation does not support {' or '.join(obstacles)}")
+    return Choice(True, f"all answers by their probability: {parameters / 1e6:.2g}M parameters, transformers generates")
 
 
-def choose_exact_loop(settings: Settings, exact: bool, reason: str, parameters: int) -> tuple[bool, str]:
-    """(whether the simulator is run exactly, through all states that can be reached, reason). `exact` and `reason` are
-    those of `choose_exact`, which hold here too, except for large models: with DIRECT_ANSWERS their held-out rows are
-    evaluated exactly, but a simulator reaches hundreds of states in every hour."""
-    if not exact or parameters <= MOST_EXACT:
-        return exact, reason
+def choose_exact_loop(settings: Settings, exact: Choice[bool], parameters: int) -> Choice[bool]:
+    """Whether the simulator is run exactly, through all states that can be reached. The choice of `choose_exact` holds
+    here too, except for large models: with DIRECT_ANSWERS their held-out rows are evaluated exactly, but a simulator
+    reaches hundreds of states in every hour."""
+    if not exact.value or parameters <= MOST_EXACT:
+        return exact
     sampled = f"{settings.EVAL_SAMPLES} passes"
-    return False, f"{sampled}: all states that can be reached take too long for {parameters / 1e6:,.0f}M parameters"
+    return Choice(
+        False, f"{sampled}: all states that can be reached take too long for {parameters / 1e6:,.0f}M parameters"
+    )
 
 
-def choose_best_by(settings: Settings, heldout: int, closed_loop: bool) -> tuple[str, str]:
-    """(BEST_BY or, if nothing is measured, '', reason). `closed_loop`: whether the task's simulator runs."""
+def choose_best_by(settings: Settings, heldout: int, closed_loop: bool) -> Choice[str]:
+    """BEST_BY, or '' if nothing is measured. `closed_loop`: whether the task's simulator runs."""
     if not settings.EVAL_SAMPLES:
-        return "", "EVAL_SAMPLES=0"
+        return Choice("", "EVAL_SAMPLES=0")
     if not heldout:
-        return "", "no rows are held out"
+        return Choice("", "no rows are held out")
     if settings.BEST_BY is not None:
-        return settings.BEST_BY, "set by BEST_BY"
+        return Choice(settings.BEST_BY, "set by BEST_BY")
     if closed_loop:
-        return TASK_FILES[settings.TASK]["best_by"], "the closed loop runs"
-    return "reward", "measured on the held-out rows"
+        return Choice(TASK_FILES[settings.TASK]["best_by"], "the closed loop runs")
+    return Choice("reward", "measured on the held-out rows")

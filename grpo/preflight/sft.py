@@ -1,33 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of scripts/sft.py: those of train_grpo.py with the same settings, and that rows have answers."""
+"""The checks of scripts/sft.py: those of train_grpo.py that are about learning, and that rows have answers."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo.common import Problems
-from grpo.data.files import MOST_PROBLEMS
+from grpo.data.files import MOST_PROBLEMS, Row
 from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of, count_tokens
-from grpo.harmony import open_answer
-from grpo.output.layout import ADAPTER, DELETING, NO_RUN, SETTINGS
-from grpo.plan.hub import find_model
-from grpo.plan.machine import installed_versions
-from grpo.preflight.checks import preflight
-from grpo.preflight.choices import choose_demo
-from grpo.preflight.resolve import ResolvedRun, resolve_steps
-from grpo.settings.environment import load_settings
-
-# Nothing is generated, scored or evaluated, and rows are padded, which only eager attention takes.
-ONLY_LEARNING = {
-    "USE_VLLM": "0",
-    "EVAL_SAMPLES": "0",
-    "REWARDS": "format",
-    "ATTN_IMPL": "eager",
-    "PACKING": "none",
-    "BEST_BY": "auto",
-    "DIRECT_ANSWERS": "0",  # `sft_preflight` opens the prompts itself.
-}
+from grpo.output.folder import RunState, inspect_run
+from grpo.output.layout import ADAPTER, DELETING, NO_RUN, SETTINGS, check_entries, check_output_dir
+from grpo.preflight.checks import check_learning, load_run_settings
+from grpo.preflight.choices import Choice, choose_sync, choose_total_steps
+from grpo.preflight.resolve import (
+    KEPT_CHOICES,
+    Choices,
+    Facts,
+    ResolvedRun,
+    chosen_sources,
+    fill_in,
+    plan_run,
+    read_facts,
+)
+from grpo.process.ranks import Ranks
+from grpo.settings.table import Settings
 
 
 def was_killed(out: Path) -> bool:
@@ -36,47 +33,79 @@ def was_killed(out: Path) -> bool:
     return names <= NO_RUN or (bool(names & {SETTINGS, DELETING}) and not names & {ADAPTER, "training.log"})
 
 
+def inspect_out(asked: Settings, out: Path, problems: Problems) -> RunState:
+    """What the folder --out holds. Adds a problem unless it is empty, OVERWRITE=1 is set, or a killed scripts/sft.py
+    left it."""
+    if asked.OVERWRITE or not (out.is_dir() and any(out.iterdir())):
+        return inspect_run(asked, [], problems)
+    state = RunState(out.expanduser().resolve(), exists=True)
+    if not was_killed(out):
+        fix = "Name another folder, or set OVERWRITE=1 to replace the run in it"
+        problems.add(f"--out {out}", "it is not empty", fix)
+    elif check_output_dir(asked, problems):
+        check_entries(asked, problems)
+    return state
+
+
+def read_answers(rows: Sequence[Row], direct: bool, problems: Problems) -> list[str | None]:
+    """Each row's answer, None if it has none. Adds a problem for each answer that its prompt does not let through."""
+    answers, faults = [], Problems()
+    for row in rows:
+        try:
+            answers.append(answer_of(row, direct))
+        except ValueError as error:
+            fix = "Let prompt and answer begin with the same channel"
+            faults.add(f"{row.file}, row {row.number}", str(error), fix)
+    if rows and not faults and not any(answers):
+        fix = "Add a column `answer`, or rewards that differ"
+        faults.add("DATA", "no row has an answer, or an action better than others", fix)
+    problems += faults[:MOST_PROBLEMS]
+    return answers
+
+
+def longest_answer(facts: Facts, answers: Sequence[str | None]) -> int:
+    """The tokens of the longest answer, from which memory is planned; its characters if no tokenizer works."""
+    lengths = {answer: len(answer) for answer in answers if answer}
+    if facts.longest_prompt and facts.files and facts.files.tokenizer:
+        lengths = count_tokens(facts.files.tokenizer, list(lengths))
+    return max(lengths.values(), default=1)
+
+
 def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, list[str | None]]:
     """(the resolved run of the settings in `environ` with OUTPUT_DIR=`out`; each row's answer, None if it has none).
 
     Rows that train_grpo.py would hold out are left out here too, because its run may start from this adapter."""
-    problems, answers = Problems(), []
-    settings, sources = choose_demo(*load_settings(environ)[:2])
-    split = read_split(settings, Problems())  # The preflight lists the problems of DATA.
-    for row in split.train:
-        try:
-            answers.append(answer_of(row, settings.DIRECT_ANSWERS))
-        except ValueError as error:
-            fix = "Let prompt and answer begin with the same channel"
-            problems.add(f"{row.file}, row {row.number}", str(error), fix)
-    files = find_model(settings.MODEL_ID, Problems())  # The preflight lists its problems.
-    lengths = {answer: len(answer) for answer in answers if answer}  # In characters, if there is no tokenizer yet.
-    if files and files.tokenizer and installed_versions(["tokenizers"])["tokenizers"]:
-        lengths = count_tokens(files.tokenizer, list(lengths))
-    longest = max(lengths.values(), default=1)  # Memory is planned from it.
-    changes = ONLY_LEARNING | {"OUTPUT_DIR": str(out), "MAX_COMPLETION_LEN": str(longest)}
-    if not settings.OVERWRITE and out.is_dir() and any(out.iterdir()):
-        changes["OVERWRITE"] = "1"  # The preflight would report the folder as well.
-        if not was_killed(out):
-            fix = "Name another folder, or set OVERWRITE=1 to replace the run in it"
-            problems.add(f"--out {out}", "it is not empty", fix)
-    resolved = preflight(dict(environ) | changes)
-    train = {row.id for row in split.train}
-    rows = [row for row in resolved.rows if row.id in train]
-    if settings.DIRECT_ANSWERS and not resolved.problems:
-        rows = [dataclasses.replace(row, prompt=open_answer(row.prompt)) for row in rows]
-    if rows and not problems and not any(answers):
-        fix = "Add a column `answer`, or rewards that differ"
-        problems.add("DATA", "no row has an answer, or an action better than others", fix)
-    # settings.json records the user's settings, without the changes for the checks.
-    as_set = {name: getattr(settings, name) for name in (*ONLY_LEARNING, "MAX_COMPLETION_LEN", "OVERWRITE")}
-    once = dataclasses.replace(settings, NUM_ITERATIONS=1)  # There is no rollout that could be learned from again.
-    steps, steps_reason = resolve_steps(once, sources, sum(map(bool, answers)), Problems())
-    resolved = dataclasses.replace(
-        resolved,
-        settings=dataclasses.replace(resolved.settings, **as_set, TOTAL_STEPS=steps),
-        rows=rows,
-        reasons={**resolved.reasons, "heldout": split.reason, "total_steps": steps_reason},
-        problems=Problems([*resolved.problems, *problems[:MOST_PROBLEMS]]),
+    settings, sources, problems = load_run_settings(environ)
+    settings = dataclasses.replace(settings, OUTPUT_DIR=str(out))
+    # Nothing is evaluated: files of held-out rows are not read, but rows that DATA itself holds out stay out.
+    unevaluated = dataclasses.replace(settings, EVAL_SAMPLES=0)
+    split = read_split(settings if settings.EVAL_DATA is None else unevaluated, problems)
+    split = dataclasses.replace(split, heldout=[])
+    answers = read_answers(split.train, settings.DIRECT_ANSWERS, problems)
+    facts = read_facts(settings, sources, split, None, Ranks(), problems)
+    # There is no rollout that could be learned from again.
+    once, rows = dataclasses.replace(facts.asked, NUM_ITERATIONS=1), sum(map(bool, answers))
+    steps = choose_total_steps(once, sources, rows, problems)
+    asked = dataclasses.replace(facts.asked, TOTAL_STEPS=steps.value)
+    chosen: Choices = {
+        "heldout": Choice(0, facts.heldout_reason),
+        "TOTAL_STEPS": steps,
+        "USE_VLLM": Choice(False, "nothing is generated"),
+        "ATTN_IMPL": Choice("eager", "rows are padded"),
+        "PACKING": Choice("none", "rows are padded"),
+        "ROLLOUT_SYNC": choose_sync(asked),
+    }
+    # A completion is here an answer: memory is planned for the longest one.
+    learning = dataclasses.replace(fill_in(asked, chosen), MAX_COMPLETION_LEN=longest_answer(facts, answers))
+    planned, inputs, plan = plan_run(learning, facts, facts.longest_prompt or asked.MAX_PROMPT_LEN)
+    resolved = ResolvedRun(
+        **vars(facts) | {"asked": asked, "sources": chosen_sources(asked, facts.sources)},
+        settings=fill_in(asked, chosen | planned),
+        choices=chosen | planned,
+        state=inspect_out(asked, out, problems),
+        inputs=inputs,
+        plan=plan,
     )
-    return resolved, answers
+    kept = {name: getattr(resolved.settings, name) for name in KEPT_CHOICES}
+    check_learning(resolved, dataclasses.replace(learning, **kept), problems)
+    return dataclasses.replace(resolved, problems=problems), answers

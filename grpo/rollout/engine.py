@@ -18,7 +18,7 @@ from torch.nn import Module
 from grpo.common import log
 from grpo.output.durable import read_json, scratch_folder
 from grpo.phases import LINE_S, Phase
-from grpo.plan.engine_memory import BATCHED_TOKENS, DRAFT_TOKENS, EnginePlan, vllm_rank
+from grpo.plan.engine_memory import BATCHED_TOKENS, EnginePlan, vllm_rank
 from grpo.plan.hub import has_mxfp4
 from grpo.plan.machine import GIB
 from grpo.plan.targets import expert_words
@@ -91,23 +91,12 @@ def engine_arguments(
         "disable_log_stats": True,
         "seed": settings.SEED,
     }
-    checked = 1  # Tokens of a sequence in a decoding step, which the sizes of CUDA graphs count.
-    if settings.DRAFT_MODEL:
-        checked += DRAFT_TOKENS
-        # A guess is kept with the probability that the model gives it, and else replaced by another token of the
-        # model's distribution: samples and log-probs are the model's (vllm/v1/sample/rejection_sampler.py).
-        arguments["speculative_config"] = {
-            "method": "eagle3",
-            "model": settings.DRAFT_MODEL,
-            "num_speculative_tokens": DRAFT_TOKENS,
-            "rejection_sample_method": "standard",
-        }
     if not settings.VLLM_EAGER:
         # CUDA graphs are captured for decoding alone, whose batch sizes repeat; prefill runs compiled without graphs.
         # Every request carries the adapter, so no second set of graphs is needed for requests without it.
         arguments["compilation_config"] = {
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [size * checked for size in plan.capture_sizes],
+            "cudagraph_capture_sizes": list(plan.capture_sizes),
             "cudagraph_specialize_lora": False,
         }
     if settings.ROLLOUT_SYNC == "lora":

@@ -93,6 +93,7 @@ UNSUPPORTED = {
     "(https://github.com/huggingface/trl/issues/6789)":
         "TOP_K MIN_P REPETITION_PENALTY PRESENCE_PENALTY FREQUENCY_PENALTY",
     "it was removed, the same command always continues the run, and OVERWRITE=1 starts again": "RESUME",
+    "it was removed, vLLM generates without a draft": "DRAFT_MODEL",
     "the loss is that of LOSS_TYPE with TRL's defaults": "DELTA ENTROPY_COEF ENTROPY_COEFF",
     "rewards are functions, there is no reward model (docs/data.md)": "REWARD_MODEL REWARD_MODEL_NAME_OR_PATH",
     "the optimizer is torch's AdamW with betas of 0.9 and 0.999": "OPTIM OPTIMIZER ADAM_BETA1 ADAM_BETA2 ADAM_EPSILON",

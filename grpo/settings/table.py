@@ -44,7 +44,7 @@ class Settings:
 
     To add a setting, add a field: it is then read, checked against its limits, and listed by `--help`. Run
     `python scripts/dev/make_docs.py` for docs/settings.md. Rules between settings belong into grpo/preflight/checks.py,
-    and what `auto` means into grpo/preflight/choices.py."""
+    and what `auto` means into grpo/preflight/choices.py, which leaves no setting of a resolved run at None."""
 
     # fmt: off
     MODEL_ID: str = setting("Model", "openai/gpt-oss-20b", path=True, text=
@@ -129,9 +129,6 @@ class Settings:
         "The most of the whole GPU that vLLM may take while awake; `auto` plans it.")
     VLLM_EAGER: bool = setting("Rollouts", False, resume=True, text=
         "Run vLLM without compilation and CUDA graphs: the first start is faster, generation ten times slower.")
-    DRAFT_MODEL: str = setting("Rollouts", "", path=True, resume=True, text=
-        "Folder of an EAGLE-3 draft with which vLLM guesses tokens; samples and log-probs stay the model's "
-        "(docs/maintainers/rollouts.md). Empty: none.")
     IS_CORRECTION: str = setting(
         "Rollouts", "token_truncate",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"), text=

@@ -72,7 +72,7 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
     rows, eval_rows, specs = as_messages(split.train, problems), [], []
     if stage != "sft":
         eval_rows = as_messages(split.heldout, problems)
-        specs = check_rewards(settings, choose_rewards(settings.REWARDS, rows)[0], rows, problems)[0]
+        specs = check_rewards(settings, choose_rewards(settings.REWARDS, rows).value, rows, problems)[0]
         check_heldout(specs, settings, eval_rows, problems)
     model = str(folder) if folder.is_dir() else model
     output_dir = Path(settings.OUTPUT_DIR).expanduser().absolute()

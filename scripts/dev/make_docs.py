@@ -22,7 +22,7 @@ from grpo.output.logs import COMPLETIONS, METRICS
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import Machine
 from grpo.plan.memory import PlanInputs, plan_memory
-from grpo.preflight.resolve import resolve_checkpointing, resolve_experts
+from grpo.preflight.choices import choose_checkpointing, choose_experts
 from grpo.settings.help import setting_rows
 from grpo.settings.parsing import MAY_CHANGE
 from grpo.settings.table import Settings
@@ -75,8 +75,8 @@ def fitting_cards() -> str:
         for length in (512, Settings.MAX_COMPLETION_LEN):
             settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=length)
             inputs = PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
-            settings = replace(settings, EXPERTS=resolve_experts(settings, inputs)[0])
-            settings = replace(settings, GRADIENT_CHECKPOINTING=resolve_checkpointing(settings, inputs)[0])
+            settings = replace(settings, EXPERTS=choose_experts(settings, inputs).value)
+            settings = replace(settings, GRADIENT_CHECKPOINTING=choose_checkpointing(settings, inputs).value)
             cells.append(f"{plan_memory(settings, inputs).peak:.0f} GiB, `{settings.EXPERTS}`")
         for result in results:
             values = recorded_values(result)

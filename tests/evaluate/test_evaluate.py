@@ -114,10 +114,9 @@ def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path)
     files = find_model("tiny", problems)
     assert not problems and settings.SEED == 5
     prompts = [RENDERED.format(f"hour 8 store {kwh} load 30") for kwh in (50, 100, 150) for _ in range(2)]
-    with_trainer = dataclasses.replace(settings, DRAFT_MODEL="/draft", EXPERTS="shared")
+    with_trainer = dataclasses.replace(settings, EXPERTS="shared")
     model = start_vllm_model(with_trainer, files, folder, H100, prompts)
     engine = model.sampler.sampler.engine
-    assert not engine.settings.DRAFT_MODEL, "the plan made no room for it"
     assert engine.settings.EXPERTS is None, "there is no trainer to share with"
     base, trained = (model.complete(prompts, 2, greedy=True, base=base) for base in (True, False))
     assert len(base) == len(trained) == 6 and base != trained

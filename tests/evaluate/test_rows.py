@@ -26,6 +26,7 @@ from grpo.data.heldout import date_of, hold_out
 from grpo.evaluate import by_hand
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, are_figures
 from grpo.output.durable import read_json, read_sealed
+from grpo.preflight.choices import Choice
 from grpo.reward.calling import RewardError
 
 HEADER = ["date", "question", "reward_action_0", "reward_action_1"]
@@ -165,7 +166,7 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
     if engine == "vLLM":
         monkeypatch.setattr("grpo.evaluate.models.start_engine", stub_engine)
         monkeypatch.setattr(by_hand, "read_machine", lambda: H100)
-        monkeypatch.setattr(by_hand, "choose_use_vllm", lambda *arguments: (True, "a stub"))
+        monkeypatch.setattr(by_hand, "choose_use_vllm", lambda *arguments: Choice(True, "a stub"))
     write_csv(tmp_path / "a.csv", ["prompt", "note", "day"], [[f"question {n}", n / 10, "Monday"] for n in range(6)])
     monkeypatch.setenv("MAX_COMPLETION_LEN", "12")
     arguments = [str(saved_adapter), "--model", "tiny", "--data", "a.csv", "--rewards", "short_answers:short"]

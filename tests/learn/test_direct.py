@@ -31,7 +31,8 @@ def direct_trainer(tiny, folder, tables=TABLES, ranks=None, **changes):
 
 def step_gradient(trainer, micro_batch=4, packing="prefix"):
     """The gradient of a whole step over all rows, choosing included, as one vector."""
-    trainer.run.plan, trainer.run.packing = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch), packing
+    trainer.run.resolved.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
+    trainer.run.resolved.packing = packing
     trainer.model.zero_grad()
     trainer.training_step(trainer.model, [{"prompt": row.prompt, "row": n} for n, row in enumerate(trainer.run.rows)])
     return gradient_of(trainer)

@@ -83,7 +83,7 @@ def generated(ranks, tiny, folder):
         patch.setattr(trainer.model, "generate", counted)
         for step in range(2):
             for size in (12, 5):
-                trainer.run.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
+                trainer.run.resolved.plan = dataclasses.replace(trainer.run.plan, generation_batch=size)
                 rows[step, size] = trainer.sampler.sample(prompts, 3, rollout_sampling(s, step))
     for greedy in (False, True):
         sampling = evaluation_sampling(s, 7, greedy, base=True)

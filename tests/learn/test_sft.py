@@ -113,7 +113,18 @@ def test_what_sft_refuses(runs, tmp_path, monkeypatch):
         data = write_csv(tmp_path / "own.csv", ["prompt", "reward_action_0", "reward_action_1"], [row])
         assert problem in only(sft_preflight(ENVIRON | {"DATA": str(data)}, tmp_path / "out")[0].problems)
     texts = write_csv(tmp_path / "texts.csv", ["prompt", "answer"], [["which?", "north"], ["why?", "so"]])
-    assert not sft_preflight(ENVIRON | {"DATA": str(texts)}, tmp_path / "out")[0].problems, "it needs no rewards"
+    rollouts = {
+        "USE_VLLM": "1",
+        "ATTN_IMPL": "torch_flash",
+        "TEMPERATURE": "9",
+        "REWARDS": "none",
+        "EVAL_DATA": "none.csv",
+    }
+    for unused in ({}, rollouts):
+        resolved, _ = sft_preflight(ENVIRON | {"DATA": str(texts)} | unused, tmp_path / "out")
+        assert not resolved.problems, "it needs no rewards, rollouts and evaluations"
+        assert (resolved.attention, resolved.packing, resolved.use_vllm) == ("eager", "none", False)
+        assert unused.get("ATTN_IMPL", "auto") == resolved.recorded.ATTN_IMPL and "REWARDS" not in resolved.choices
 
 
 def test_sft_writes_no_weights_that_are_not_finite(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ def test_a_sequence_above_the_limit_counts_less(tiny, tmp_path, mode):
     ratios = ((policy_logps(trainer, inputs) - sampled) * inputs["completion_mask"]).nan_to_num(nan=0.0).sum(1).exp()
     assert (ratios > limit).tolist().count(True) in (1, 2, 3)
     gradient = loss_and_gradients(trainer, inputs, 2)[1]
-    trainer.run.settings = dataclasses.replace(trainer.run.settings, IS_CORRECTION="none")
+    trainer.run.resolved.settings = dataclasses.replace(trainer.run.settings, IS_CORRECTION="none")
     weights = torch.where(ratios > limit, limit / ratios if mode == "sequence_truncate" else torch.zeros(()), 1.0)
     corrected = inputs | {"advantages": inputs["advantages"] * weights}
     assert apart(gradient, loss_and_gradients(trainer, corrected, 2)[1]) < 1e-5

@@ -86,7 +86,7 @@ def test_micro_batch_is_exact_for_completions_of_full_length(tiny, tmp_path):
     ids = torch.cat([inputs["completion_ids"]] * 2, 1)[:, :8]
     inputs |= {"completion_ids": ids, "completion_mask": torch.ones_like(ids)}
     for micro_batch, expected in ((1, [[0], [1], [2], [3]]), (3, [[0, 1, 2], [3]])):
-        trainer.run.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
+        trainer.run.resolved.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
         assert [rows.tolist() for rows, _ in trainer.micro_batches(inputs)] == expected
 
 

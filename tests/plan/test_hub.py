@@ -7,8 +7,7 @@ import pytest
 from machines import only
 
 from grpo.common import Problems
-from grpo.plan.hub import REAL_CONFIG, DraftModel, find_draft, find_model
-from grpo.plan.machine import GIB
+from grpo.plan.hub import REAL_CONFIG, find_model
 from grpo.plan.tensors import tensor_names
 
 
@@ -43,49 +42,6 @@ def test_folders_that_are_no_gpt_oss(tmp_path, config, message):
         (tmp_path / "config.json").write_text(config)
     assert find_model(str(tmp_path), problems := Problems()) is None
     assert message in only(problems) and only(problems).startswith(f"MODEL_ID={tmp_path}: ")
-
-
-# What vLLM needs to know of a draft for gpt-oss-20b, in EAGLE-3's own format.
-DRAFT = {
-    "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 2880, "vocab_size": 201088, "num_key_value_heads": 8,
-    "head_dim": 64, "num_hidden_layers": 1,
-}  # fmt: skip
-
-
-def write_draft(folder, config=DRAFT, size=2048):
-    """A folder with a draft's config.json and as many bytes of weights; None writes no config.json."""
-    if config:
-        (folder / "config.json").write_text(json.dumps(config))
-    if size:
-        (folder / "model.safetensors").write_bytes(bytes(size))
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [DRAFT, {"architectures": ["Eagle3Speculator"], "transformer_layer_config": DRAFT | {"architectures": ["Llama"]}}],
-)
-def test_a_draft_in_each_format(tmp_path, config):
-    assert find_draft(write_draft(tmp_path, config), REAL_CONFIG, problems := Problems()) == DraftModel(1, 2048 / GIB)
-    assert find_draft("", REAL_CONFIG, problems) is None and not problems, "none is asked for"
-    assert find_draft(str(tmp_path), None, problems) and not problems, "the model has problems of its own"
-
-
-@pytest.mark.parametrize(
-    ("config", "size", "message"),
-    [
-        (None, 1, "config.json"),
-        ({**DRAFT, "transformer_layer_config": 3}, 1, "`transformer_layer_config` is not an object"),
-        ({**DRAFT, "num_hidden_layers": "one"}, 1, "`num_hidden_layers` is not a number"),
-        ({**DRAFT, "architectures": ["LlamaForCausalLM"]}, 1, "are ['LlamaForCausalLM'], none of EAGLE-3"),
-        ({**DRAFT, "hidden_size": 4096, "vocab_size": 8}, 1, "hidden_size is 4096, not 2880, vocab_size is 8, not"),
-        ({key: DRAFT[key] for key in DRAFT if key != "head_dim"}, 1, "head_dim is None, not 64"),
-        (DRAFT, 0, "no .safetensors"),
-    ],
-)
-def test_drafts_that_do_not_fit(tmp_path, config, size, message):
-    find_draft(write_draft(tmp_path, config, size), REAL_CONFIG, problems := Problems())
-    assert message in only(problems) and only(problems).startswith(f"DRAFT_MODEL={tmp_path}: ")
 
 
 def test_every_shard_that_the_index_names_is_there(tmp_path):

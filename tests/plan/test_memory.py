@@ -17,9 +17,10 @@ from peft import LoraConfig, get_peft_model
 import train_grpo
 from grpo.output.durable import read_json
 from grpo.plan import memory
-from grpo.plan.engine_memory import capture_sizes
-from grpo.plan.hub import REAL_CONFIG, DraftModel, checkpoint_gib
+from grpo.plan.engine_memory import capture_sizes, describe_cache
+from grpo.plan.hub import REAL_CONFIG, checkpoint_gib
 from grpo.plan.machine import GIB
+from grpo.preflight.choices import choose_generation_batch, choose_micro_batch
 from grpo.settings.parsing import MAY_CHANGE, parse_value
 from grpo.settings.table import Settings
 
@@ -37,6 +38,13 @@ def plan(machine=H100, config=REAL_CONFIG, prompt_len=940, attention="eager", pa
     """The plan of a run with settings `s`."""
     inputs = memory.PlanInputs(config, machine, prompt_len, attention, packing, beside_vllm)
     return memory.plan_memory(Settings(**s), inputs)
+
+
+def reasons(machine, **s):
+    """(that of MICRO_BATCH, that of GENERATION_BATCH) of a run with settings `s` without vLLM."""
+    inputs = memory.PlanInputs(REAL_CONFIG, machine, 940, "eager")
+    chosen = memory.plan_memory(Settings(**s), inputs)
+    return [choose(Settings(**s), inputs, chosen).reason for choose in (choose_micro_batch, choose_generation_batch)]
 
 
 def test_a_process_needs_2_gib_beside_what_its_engine_keeps_in_host_memory():
@@ -158,7 +166,7 @@ def test_a_step_without_vllm_fits_22_gib(free):
     cache = 96 * 2 * 8 * 64 * 2 * 12 * (1452 + 128)
     step = 96 * (64 * 1452 * 2 * 4 + 201_088 * 4 * 8) + 32 * 3 * 2880**2 * 2  # The last is a layer, dequantized.
     assert chosen.generation_batch == 96 and chosen.generation == pytest.approx((cache + step) / GIB)
-    assert not memory.memory_shortfall(chosen, machine) and "5.6 GiB) fit in 90% of 2" in chosen.generation_batch_reason
+    assert not memory.memory_shortfall(chosen, machine) and "5.6 GiB) fit in 90% of 2" in reasons(machine, **job)[1]
     assert plan(machine, EXPERTS="mxfp4").generation_batch == 32, "of 4,000 tokens"
     large = dataclasses.replace(CPU, ram_free=100.0)
     assert plan(large, GENERATION_BATCH=96, **job).generation > 5 * chosen.generation
@@ -179,18 +187,20 @@ def test_kept_activations_limit_micro_batches_alone():
     plans = [plan(gpu(100.0), **FLASH, **job, GRADIENT_CHECKPOINTING=checkpointing) for checkpointing in (False, True)]
     assert [chosen.generation_batch for chosen in plans] == [384, 384]
     assert [chosen.micro_batch for chosen in plans] == [3, 12]
-    for chosen, share in zip(plans, ("70%", "90%"), strict=True):
-        assert chosen.micro_batch_reason.endswith(f"fit beside the weights in {share} of 100.0 GiB free on the GPU")
+    for checkpointing, share in ((False, "70%"), (True, "90%")):
+        reason = reasons(gpu(100.0), EXPERTS="mxfp4", GRADIENT_CHECKPOINTING=checkpointing)[0]
+        assert reason.endswith(f"fit beside the weights in {share} of 100.0 GiB free on the GPU")
 
 
 def test_the_smallest_batch_is_not_said_to_fit():
     """With kept activations learning may take 70% of the GPU, and BF16 weights are nearly that alone."""
-    cramped = plan(gpu(60.0), EXPERTS="bf16", GRADIENT_CHECKPOINTING=False)
-    assert cramped.micro_batch == 1 and cramped.micro_batch_reason.startswith("the smallest, whose ")
-    assert cramped.micro_batch_reason.endswith("GiB do not fit beside the weights in 70% of 60.0 GiB free on the GPU")
-    assert plan(MICRO_BATCH=2).micro_batch_reason == "set by MICRO_BATCH"
-    small = plan(gpu(10.0), EXPERTS="mxfp4")
-    assert small.generation_batch == 1 and "GiB) do not fit in 90% of 10.0" in small.generation_batch_reason
+    cramped = {"EXPERTS": "bf16", "GRADIENT_CHECKPOINTING": False}
+    reason = reasons(gpu(60.0), **cramped)[0]
+    assert plan(gpu(60.0), **cramped).micro_batch == 1 and reason.startswith("the smallest, whose ")
+    assert reason.endswith("GiB do not fit beside the weights in 70% of 60.0 GiB free on the GPU")
+    assert reasons(H100, MICRO_BATCH=2)[0] == "set by MICRO_BATCH"
+    assert plan(gpu(10.0), EXPERTS="mxfp4").generation_batch == 1
+    assert "GiB) do not fit in 90% of 10.0" in reasons(gpu(10.0), EXPERTS="mxfp4")[1]
 
 
 def test_a_micro_batch_is_as_large_as_pays():
@@ -249,6 +259,10 @@ def vllm_plan(machine=H100, **changes):
     return plan(machine, prompt_len=930, beside_vllm=True, **changes)
 
 
+def cache_text(machine=H100, **changes):
+    return describe_cache(Settings(**changes), vllm_plan(machine, **changes).engine, 930)
+
+
 @pytest.mark.parametrize(("completion", "gib"), [(512, 2.1), (4000, 9.8)])
 def test_cache_of_a_step(completion, gib):
     """12 prompts of 930 tokens x 8 completions, counted by hand from vLLM's blocks of 16 tokens x 12 layers."""
@@ -256,43 +270,27 @@ def test_cache_of_a_step(completion, gib):
     block = 12 * 16 * 2 * 8 * 64 * 2
     whole = -(-(930 + completion) // 16)
     assert engine.cache * GIB == pytest.approx(block * (1 + 1024 + 12 * (58 + 8 * (whole - 58 + 10))))
-    assert engine.cache == pytest.approx(gib, abs=0.1) and "the rest waits" not in engine.cache_reason
+    assert engine.cache == pytest.approx(gib, abs=0.1)
+    assert "the rest waits" not in cache_text(MAX_COMPLETION_LEN=completion)
     assert 0 <= engine.max_model_len - 930 - completion < 1024 and engine.max_num_seqs == 96
     assert engine.weights == pytest.approx(12.816 + 9.455 * 0.08, abs=0.001) and engine.scratch > 0.5
 
 
-def test_a_draft_takes_a_layer_of_cache_and_the_logits_of_its_guesses():
-    """Three guesses, by hand: 13 instead of 12 layers in a block, 11 tokens more in each row, 20 instead of 3 copies of
-    the logits, the draft's files, and a second table of embeddings while vLLM starts."""
-    inputs = memory.PlanInputs(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)
-    settings = Settings(MAX_COMPLETION_LEN=520)
-    without = memory.plan_memory(settings, inputs).engine
-    engine = memory.plan_memory(settings, dataclasses.replace(inputs, draft=DraftModel(1, 0.5))).engine
-    block = 13 * 16 * 2 * 8 * 64 * 2
-    whole, sliding = -(-(930 + 520 + 11) // 16), -(-(129 + 11) // 16) + 1
-    assert engine.cache * GIB == pytest.approx(block * (1 + 1024 + 12 * (58 + 8 * (whole - 58 + sliding))))
-    assert engine.weights == without.weights + 0.5 and engine.on_host == without.on_host + 0.5
-    table = 201_088 * 2880 * 2
-    assert (engine.loading - without.loading) * GIB == pytest.approx(table)
-    logits, states = 17 * 96 * 201_088 * 4, 8192 * 8 * 2880 * 2
-    assert (engine.scratch - without.scratch) * GIB == pytest.approx(logits + states)
-    assert (engine.max_num_seqs, engine.capture_sizes) == (without.max_num_seqs, without.capture_sizes)
-
-
 def test_a_rollout_of_several_steps_is_planned_as_a_step_of_as_many_prompts():
     shared, large = vllm_plan(STEPS_PER_GENERATION=4).engine, vllm_plan(PROMPTS_PER_STEP=48).engine
-    assert shared.max_num_seqs == 384 and "one rollout: 48 prompts" in shared.cache_reason
-    assert dataclasses.replace(shared, cache_reason="") == dataclasses.replace(large, cache_reason="")
-    assert "largest divisor of 384 " in plan(STEPS_PER_GENERATION=4).generation_batch_reason
+    assert shared.max_num_seqs == 384 and shared == large
+    assert "one rollout: 48 prompts" in cache_text(STEPS_PER_GENERATION=4)
+    assert "largest divisor of 384 " in reasons(H100, STEPS_PER_GENERATION=4)[1]
 
 
 def test_a_share_and_little_room_shrink_the_cache():
     wanted, small = vllm_plan().engine, vllm_plan(VLLM_GPU_MEM=0.25).engine
     assert small.cache == pytest.approx(79.6 * 0.25 - small.weights - small.scratch) and small.cache < wanted.cache
-    assert "VLLM_GPU_MEM=0.25 leaves" in small.cache_reason and "waits its turn" in small.cache_reason
+    text = cache_text(VLLM_GPU_MEM=0.25)
+    assert "VLLM_GPU_MEM=0.25 leaves" in text and "waits its turn" in text
     assert vllm_plan(VLLM_GPU_MEM=0.5).engine.cache == wanted.cache, "more than a step needs is not taken"
     tight = vllm_plan(gpu(62.0)).engine
-    assert 0 < tight.cache < wanted.cache and "beside the trainer" in tight.cache_reason
+    assert 0 < tight.cache < wanted.cache and "beside the trainer leaves" in cache_text(gpu(62.0))
 
 
 @given(st.integers(17, 4096))

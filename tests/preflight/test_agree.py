@@ -15,8 +15,9 @@ from test_checks import memory_problems
 from grpo.output.folder import RunState
 from grpo.plan import hub
 from grpo.plan.memory import NCCL_GIB, plan_memory
-from grpo.preflight import checks, resolve
-from grpo.preflight.banner import banner, memory_lines
+from grpo.preflight import checks, choices, resolve
+from grpo.preflight.banner import asleep_text, banner
+from grpo.preflight.choices import Choice
 from grpo.settings.table import Settings
 
 TWO, FOUR = (dataclasses.replace(H100, ranks=count, here=2) for count in (2, 4))
@@ -46,7 +47,8 @@ def test_a_plan_is_of_one_process():
 )
 def test_the_host_memory_of_sleeping_engines_is_shown(experts, free, words):
     machine = dataclasses.replace(FOUR, gpu_free=free)
-    assert words in dict(memory_lines(plan(machine, EXPERTS=experts), machine))["vLLM asleep"]
+    chosen = plan(machine, EXPERTS=experts)
+    assert words in asleep_text(chosen, machine, chosen.engine.asleep)
 
 
 def test_host_memory_is_shared():
@@ -66,8 +68,8 @@ def checked(ranks, tmp_path, own):
     environ = CLEAN | {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path / "run"), "EVAL_SAMPLES": "0"} | own[ranks.rank]
     machine = H100 if environ.pop("GPU", "") else CPU
     if environ.get("GRADIENT_CHECKPOINTING") == "auto":  # As if only one of the GPUs had room for all activations.
-        resolve.resolve_checkpointing = lambda *_: (bool(ranks.rank), "test")
-    checks.inspect_run = lambda *_: RunState(tmp_path, 9, tmp_path, True, {"plan": {"generation_batch": ranks.size}})
+        choices.choose_checkpointing = lambda *_: Choice(bool(ranks.rank), "test")
+    resolve.inspect_run = lambda *_: RunState(tmp_path, 9, tmp_path, True, {"plan": {"generation_batch": ranks.size}})
     resolved = checks.preflight(environ, machine, ranks)
     assert resolved.problems or "2, each with its own model: 4, 4 of 8 prompts" in banner(resolved)
     return list(resolved.problems) or [resolved.state.step, resolved.plan.generation_batch]

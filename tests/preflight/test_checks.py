@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import shutil
 import types
@@ -19,9 +18,13 @@ from grpo.output.folder import RunState
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import plan_memory
 from grpo.preflight import banner, checks, resolve
-from grpo.preflight.choices import EXPERTS_REASONS
-from grpo.process.ranks import Ranks
-from grpo.settings.environment import load_settings
+from grpo.preflight.choices import (
+    EXPERTS_REASONS,
+    Choice,
+    choose_checkpointing,
+    choose_experts,
+    choose_total_steps,
+)
 from grpo.settings.table import FIELDS, Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
@@ -90,10 +93,11 @@ def test_importance_ratios_need_the_log_probs_of_all_tokens():
 
 def test_expected_rewards_are_on_by_themselves_and_refused_where_they_cannot_be(tiny_run):
     resolved = tiny_run(REWARDS="format,regret")
-    assert resolved.expected_reward and resolved.action_functions == (1,)
-    assert "format" not in resolved.reasons["expected_reward"] and "regret" in resolved.reasons["expected_reward"]
+    expected = resolved.choices["EXPECTED_REWARD"]
+    assert resolved.settings.EXPECTED_REWARD and expected.value and resolved.action_functions == (1,)
+    assert "format" not in expected.reason and "regret" in expected.reason
     resolved = tiny_run(TOP_P=0.9)
-    assert not resolved.problems and not resolved.expected_reward and not resolved.action_functions
+    assert not resolved.problems and not resolved.settings.EXPECTED_REWARD and not resolved.action_functions
     problem = only(tiny_run(TOP_P=0.9, EXPECTED_REWARD=1).problems)
     assert problem.startswith("EXPECTED_REWARD: it cannot be used: TOP_P") and "EXPECTED_REWARD=auto" in problem
 
@@ -122,28 +126,34 @@ def tiny_run(tmp_path):
     return functools.partial(resolved_run, tmp_path / "run", EVAL_SAMPLES=0)
 
 
-def test_every_choice_has_its_reason_and_what_was_set_is_not_changed(tmp_path):
-    """Settings stand in the run as they were set, but for those that say so."""
-    environ = {"MODEL_ID": "tiny", "OUTPUT_DIR": str(tmp_path), "NUM_TRAIN_EPOCHS": "1"}
-    settings, sources, problems = load_settings(environ)
-    before = dataclasses.replace(settings), dict(sources)
-    facts = resolve.read_facts(settings, sources, CPU, Ranks(), problems)
-    resolved = resolve.resolve(settings, facts, problems)
-    assert (settings, sources) == before and not problems
-    assert all(resolved.reasons[field] for field in checks.RECORDED.values())
-    changed = {name for name in FIELDS if getattr(settings, name) != getattr(resolved.settings, name)}
-    assert changed == {"EXPERTS", "ROLLOUT_SYNC", "TOTAL_STEPS"}
-    assert {name for name in FIELDS if resolved.sources[name] == "chosen"} == changed
-    recorded = checks.run_records(resolved)["settings.json"]["choices"]
-    assert recorded["sync"][0] == "merge" and recorded["experts"][1].startswith("no GPU")
+# With `auto` these are rules and no values: held-out rows and days of other data, a reward of each row, and what fits.
+DEMO = {"EVAL_DATA", "EVAL_PROFILE"}
+RULES = {*DEMO, "INVALID_REWARD", "NUM_TRAIN_EPOCHS", "VLLM_GPU_MEM"}
 
 
-def test_a_draft_is_planned(tiny_run, tmp_path):
-    config = json.loads((ROOT / "data/tiny/config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLMEagle3"]}))
-    (tmp_path / "model.safetensors").write_bytes(bytes(2**20))
-    plans = [tiny_run(H100, USE_VLLM=1, DRAFT_MODEL=path).plan for path in (tmp_path, "")]
-    assert plans[0].engine.weights - plans[1].engine.weights == pytest.approx(2**-10), "a MiB"
+def test_every_choice_has_its_reason_and_no_setting_is_auto_any_more(tiny_run):
+    """settings.json records them as they were asked for, but for those that say so, and all choices beside them."""
+    resolved = tiny_run(EVAL_SAMPLES=8, NUM_TRAIN_EPOCHS=1)
+    assert not resolved.problems and all(choice.reason for choice in resolved.choices.values())
+    for name, value in vars(resolved.settings).items():
+        assert value not in (None, "auto") or name in RULES, name
+        assert name not in resolved.choices or resolved.choices[name].value == value, name
+        asked, recorded = getattr(Settings(), name), getattr(resolved.recorded, name)
+        if resolved.sources[name] == "chosen" and name not in DEMO:
+            assert name in {"EXPERTS", "ROLLOUT_SYNC", "TOTAL_STEPS"} and recorded == value != asked
+        elif name in resolved.choices and resolved.sources[name] == "default":
+            assert recorded == asked
+    choices = checks.run_records(resolved)["settings.json"]["choices"]
+    assert choices["sync"][0] == "merge" and choices["experts"][1].startswith("no GPU")
+    assert set(choices) >= {"rewards", "attention", "rollouts", "evaluation", "simulation", "best", "plan", "heldout"}
+
+
+def test_a_choice_that_nobody_knows_yet_is_shown_and_recorded(tiny_run):
+    """A new setting that has `auto` needs nothing but its line in the table and its choosing function."""
+    resolved = tiny_run()
+    resolved = dataclasses.replace(resolved, choices=resolved.choices | {"NEW": Choice(0.5, "a test")})
+    assert ("NEW", "0.5: a test") in list(banner.run_lines(resolved))
+    assert checks.run_records(resolved)["settings.json"]["choices"]["new"] == [0.5, "a test"]
 
 
 def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
@@ -158,9 +168,6 @@ def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
     assert "no GPU is visible, and openai/gpt-oss-20b needs one" in text
     little = dataclasses.replace(CPU, ram_free=0.01)
     assert "of memory and 0.0 GiB are free. Lower MICRO_BATCH or MAX_COMPLETION_LEN" in only(tiny_run(little).problems)
-    absent, ignored = tiny_run(DRAFT_MODEL="/nowhere").problems
-    assert absent.startswith("DRAFT_MODEL=/nowhere: ")
-    assert ignored.startswith("DRAFT_MODEL: only vLLM takes a draft, and it does not generate here (no GPU: ")
     resolved = tiny_run(STEPS=5, DEBUG=1)
     assert not resolved.problems
     assert banner.banner(resolved).count("STEPS is set but is not a setting: set TOTAL_STEPS=5") == 1
@@ -186,10 +193,10 @@ STEPS = [  # NUM_TRAIN_EPOCHS, rows, PROMPTS_PER_STEP and the steps; 1.1 x 70 is
 @pytest.mark.parametrize(("epochs", "rows", "prompts", "steps"), STEPS)
 def test_steps_of_so_many_epochs(epochs, rows, prompts, steps):
     settings = Settings(NUM_TRAIN_EPOCHS=epochs, PROMPTS_PER_STEP=prompts)
-    chosen, reason = resolve.resolve_steps(settings, {"TOTAL_STEPS": "default"}, rows, Problems())
-    assert chosen == steps and ("NUM_TRAIN_EPOCHS" in reason) is (epochs is not None and rows > 0)
+    chosen = choose_total_steps(settings, {"TOTAL_STEPS": "default"}, rows, Problems())
+    assert chosen.value == steps and ("NUM_TRAIN_EPOCHS" in chosen.reason) is (epochs is not None and rows > 0)
     twice = dataclasses.replace(settings, NUM_ITERATIONS=2, PROMPTS_PER_STEP=2 * prompts)
-    assert resolve.resolve_steps(twice, {"TOTAL_STEPS": "default"}, rows, Problems())[0] == steps
+    assert choose_total_steps(twice, {"TOTAL_STEPS": "default"}, rows, Problems()).value == steps
 
 
 def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
@@ -238,9 +245,9 @@ def test_experts_are_chosen_by_the_machine(capability, free, beside_vllm, chosen
     inputs = plan_inputs(machine, beside_vllm)
     for sync, kind in (("merge", chosen), ("lora", "bf16" if chosen == "shared" else chosen)):
         settings = Settings(EXPERTS=None, ROLLOUT_SYNC=sync)
-        assert resolve.resolve_experts(settings, inputs) == (kind, EXPERTS_REASONS[kind])
+        assert choose_experts(settings, inputs) == Choice(kind, EXPERTS_REASONS[kind])
     whole = dataclasses.replace(inputs, config=REAL_CONFIG | {"quantization_config": None})
-    assert resolve.resolve_experts(Settings(EXPERTS=None), whole) == ("bf16", "the checkpoint's are not quantized")
+    assert choose_experts(Settings(EXPERTS=None), whole) == Choice("bf16", "the checkpoint's are not quantized")
     problems = memory_problems(machine, beside_vllm, EXPERTS=chosen)
     assert not problems if free > 16 else "weights 12.8" in only(problems), "39 GiB were not asked for"
 
@@ -262,14 +269,14 @@ CHECKPOINTING = [  # GPU memory, what is set, whether activations are recomputed
 def test_activations_are_kept_where_large_micro_batches_leave_room(free, changes, recomputed, micro_batch, reason):
     inputs = plan_inputs(dataclasses.replace(H100, capability=9.0, gpu_free=free), True)
     settings = Settings(EXPERTS="shared", MAX_COMPLETION_LEN=512, **changes)
-    chosen, given_reason = resolve.resolve_checkpointing(settings, inputs)
-    assert chosen == recomputed and given_reason.startswith(reason)
-    plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=chosen), inputs)
-    assert plan.micro_batch == micro_batch and (chosen or plan.learning_peak < 0.7 * free)
-    assert resolve.resolve_checkpointing(settings, plan_inputs(CPU))[0] == changes.get(SET, True)
+    chosen = choose_checkpointing(settings, inputs)
+    assert chosen.value == recomputed and chosen.reason.startswith(reason)
+    plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=recomputed), inputs)
+    assert plan.micro_batch == micro_batch and (recomputed or plan.learning_peak < 0.7 * free)
+    assert choose_checkpointing(settings, plan_inputs(CPU)).value == changes.get(SET, True)
 
 
-def test_gpt_oss_120b_is_planned_for_one_card():
+def test_gpt_oss_120b_is_planned_for_one_card(tiny_run):
     """With shared weights; what is printed of it, and what is refused."""
     settings = Settings(EXPERTS="shared", ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=512)
     problems = Problems()
@@ -277,9 +284,9 @@ def test_gpt_oss_120b_is_planned_for_one_card():
         assert not problems
         machine = dataclasses.replace(H100, capability=9.0, gpu_free=free)
         inputs = dataclasses.replace(plan_inputs(machine, True), config=LARGE_CONFIG)
-        dequantized = dict(banner.memory_lines(plan_memory(settings, inputs), machine)).get("dequantized")
+        dequantized = dict(banner.memory_lines(tiny_run(), plan_memory(settings, inputs))).get("dequantized")
         assert dequantized is parts or dequantized.startswith(parts)
-        assert free == 70 or resolve.resolve_experts(dataclasses.replace(settings, EXPERTS=None), inputs)[0] == "shared"
+        assert free == 70 or choose_experts(dataclasses.replace(settings, EXPERTS=None), inputs).value == "shared"
         checks.check_memory(settings, inputs, problems)
     assert "70 of 80 GiB are free, and vLLM would have 0.0 GiB of cache" in only(problems)
     assert "With all else as set, EXPERTS=mxfp4 and USE_VLLM=0 fits" in only(problems)
@@ -338,17 +345,20 @@ def test_long_prompts_are_named(tiny_run, tmp_path):
     assert f"{path}, row 3: the prompt has" in problem and "2 of 3 prompts are longer than that" in problem
 
 
-def test_a_resumed_run_keeps_what_auto_chose(tiny_run, tmp_path):
+def test_a_resumed_run_keeps_what_auto_chose(tiny_run, tmp_path, monkeypatch):
+    """Unless the record was edited to what divides no rollout, or vLLM generated then."""
     choices = {"rollouts": [False, ""], "plan": {"generation_batch": 2}}
-    problems, state = Problems(), RunState(tmp_path, 4, tmp_path, True, choices)
-    runs = (tiny_run(), tiny_run(GENERATION_BATCH=16))
-    fresh, chosen = (dataclasses.replace(resolved, state=state) for resolved in runs)
-    plan = checks.keep_generation_batch(fresh, problems).plan
-    assert (plan.generation_batch, plan.generation_batch_reason) == (2, "as the run was started") and not problems
-    assert checks.keep_generation_batch(chosen, problems) == chosen and not problems
-    choices["rollouts"] = [True, ""]
-    assert checks.keep_generation_batch(fresh, problems) == fresh
-    assert "was started with USE_VLLM=1, now it is 0 (no GPU" in only(problems)
+    monkeypatch.setattr(resolve, "inspect_run", lambda *_: RunState(tmp_path, 4, tmp_path, True, choices))
+    kept, chosen = tiny_run(), tiny_run(GENERATION_BATCH=16)
+    assert kept.choices["GENERATION_BATCH"] == Choice(2, "as the run was started")
+    assert kept.plan.generation_batch == kept.settings.GENERATION_BATCH == 2 and chosen.plan.generation_batch == 16
+    assert not kept.problems and not chosen.problems
+    choices["plan"] = {"generation_batch": 5}
+    assert tiny_run().plan.generation_batch == 64
+    choices |= {"rollouts": [True, ""], "plan": {"generation_batch": 2}}
+    other = tiny_run()
+    assert "was started with USE_VLLM=1, now it is 0 (no GPU" in only(other.problems)
+    assert other.plan.generation_batch == 64 and not tiny_run(USE_VLLM=0).problems
 
 
 def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tiny_run):

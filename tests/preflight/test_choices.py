@@ -11,6 +11,7 @@ from helpers import ROOT
 
 from grpo.data.files import Row
 from grpo.preflight import choices
+from grpo.preflight.choices import Choice
 from grpo.settings.environment import load_settings
 from grpo.settings.table import Settings
 
@@ -68,9 +69,9 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (evaluation, ({"DIRECT_ANSWERS": True}, 1, "", False, False, False), False, "no actions"),
     (evaluation, ({"EVAL_SAMPLES": 0},), False, "EVAL_SAMPLES=0"),
     (evaluation, ({"EVAL_EXACT": False},), False, "EVAL_EXACT=0"),
-    (choices.choose_exact_loop, (Settings(), True, "why", 10_000_000), True, "why"),
-    (choices.choose_exact_loop, (Settings(), True, "why", 10_000_001), False, "4 passes: all states"),
-    (choices.choose_exact_loop, (Settings(), False, "why", 10_000_001), False, "why"),
+    (choices.choose_exact_loop, (Settings(), Choice(True, "why"), 10_000_000), True, "why"),
+    (choices.choose_exact_loop, (Settings(), Choice(True, "why"), 10_000_001), False, "4 passes: all states"),
+    (choices.choose_exact_loop, (Settings(), Choice(False, "why"), 10_000_001), False, "why"),
     (best, ({},), "plant", "closed loop runs"),
     (best, ({"BEST_BY": "reward"},), "reward", "set by BEST_BY"),
     (best, ({"BEST_BY": "plant", "EVAL_SAMPLES": 0},), "", "EVAL_SAMPLES=0"),
@@ -85,8 +86,8 @@ def readable(value):
 
 @pytest.mark.parametrize(("choose", "arguments", "chosen", "words"), CHOICES, ids=readable)
 def test_a_choice_says_why(choose, arguments, chosen, words):
-    value, reason = choose(*arguments)
-    assert value == chosen and words in reason
+    choice = choose(*arguments)
+    assert choice.value == chosen and words in choice.reason
 
 
 DEMO_PROFILE = "data/profile_heldout.csv"

@@ -75,8 +75,8 @@ def test_what_a_run_resolves_to(direct_run):
         s = resolved.settings
         assert (s.NUM_GENERATIONS, s.MAX_COMPLETION_LEN, s.USE_VLLM, s.completions_per_step) == (1, 1, False, 64)
         assert {resolved.sources[name] for name in ("NUM_GENERATIONS", "MAX_COMPLETION_LEN", "USE_VLLM")} == {"chosen"}
-        assert not resolved.use_vllm and resolved.plan.engine is None and resolved.expected_reward
-        assert resolved.exact and "DIRECT_ANSWERS" in resolved.reasons["exact"] and resolved.closed_loop.runs
+        assert not resolved.use_vllm and resolved.plan.engine is None and resolved.settings.EXPECTED_REWARD
+        assert resolved.exact and "DIRECT_ANSWERS" in resolved.choices["exact"].reason and resolved.closed_loop.runs
         text = banner(resolved)
         assert "64 prompts, each once" in text and "rollouts         none: DIRECT_ANSWERS" in text
         assert "GENERATION_BATCH" not in text and "generations" not in text
@@ -84,7 +84,7 @@ def test_what_a_run_resolves_to(direct_run):
         assert all(prompt.endswith(START + ANSWER_BEFORE) for prompt in rendered)
         assert all(prompt.endswith(START + ANSWER_BEFORE) for prompt in resolved.closed_loop.opening_prompts())
     unused = direct_run(GENERATION_BATCH=5, IS_CORRECTION="sequence_mask", PROMPTS_PER_STEP=64)
-    assert not unused.problems and unused.expected_reward
+    assert not unused.problems and unused.settings.EXPECTED_REWARD
 
 
 def test_full_prompts_of_a_large_model_are_evaluated_exactly_as_well(direct_run):

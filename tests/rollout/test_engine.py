@@ -152,18 +152,6 @@ def test_engine_arguments():
     assert (plan.weights - engine.weights) * GIB == pytest.approx(2 * 8 * 24 * 32 * (2880 + 5760 + 2 * 2880))
 
 
-def test_a_draft_guesses_three_tokens_and_graphs_hold_them():
-    """vLLM counts the sizes of graphs in tokens, of which each sequence then has four in a decoding step, and rounds
-    other sizes up (config/compilation.py): without the factor there would be graphs for a quarter of the sequences."""
-    plan = plan_memory(Settings(), PlanInputs(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
-    plain, drafted = (engine_arguments(Settings(DRAFT_MODEL=path), plan, "/model", 79.6) for path in ("", "/draft"))
-    guesses = {"method": "eagle3", "model": "/draft", "num_speculative_tokens": 3}
-    assert drafted.pop("speculative_config") == guesses | {"rejection_sample_method": "standard"}
-    sizes = drafted["compilation_config"].pop("cudagraph_capture_sizes")
-    assert sizes == [4 * size for size in plain["compilation_config"].pop("cudagraph_capture_sizes")]
-    assert sizes[-1] == 4 * 96 and drafted == plain
-
-
 @pytest.mark.parametrize(
     ("experts", "cache", "lent", "pointers"),
     [("paged", None, 0, None), ("shared", "/somewhere/else", 0, ["policy", "vllm"]), ("shared", None, 1, None)],

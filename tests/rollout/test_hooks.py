@@ -85,7 +85,7 @@ def test_vllm_has_every_name_that_is_imported(folder):
 @pytest.mark.parametrize("sync", SYNCS)
 def test_vllm_takes_the_engine_arguments(find, sync):
     """`LLM` passes what it does not name itself on to EngineArgs."""
-    settings = Settings(ROLLOUT_SYNC=sync, DRAFT_MODEL="/draft")
+    settings = Settings(ROLLOUT_SYNC=sync)
     plan = plan_memory(settings, PlanInputs(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
     arguments = engine_arguments(settings, plan, "/model", H100.gpu_total, pin_experts=True)
     init = find("entrypoints/llm.py:LLM.__init__")
@@ -97,12 +97,6 @@ def test_vllm_takes_the_engine_arguments(find, sync):
     compilation = arguments["compilation_config"]
     assert not set(compilation) - set(fields(find("config/compilation.py:CompilationConfig")))
     find(f"config/compilation.py:CUDAGraphMode.{compilation['cudagraph_mode']}")
-    speculative, place = arguments["speculative_config"], "config/speculative.py"
-    assert not set(speculative) - set(fields(find(f"{place}:SpeculativeConfig")))
-    assert repr(speculative["rejection_sample_method"]) in ast.unparse(find(f"{place}:RejectionSampleMethod"))
-    assert repr(speculative["method"]) in ast.unparse(find(f"{place}:EagleModelTypes"))
-    bases = find("model_executor/models/gpt_oss.py:GptOssForCausalLM").bases
-    assert "SupportsEagle3" in map(ast.unparse, bases)
     assert repr(arguments["logprobs_mode"]) in ast.unparse(find("config/model.py:LogprobsMode"))
 
 

@@ -120,7 +120,7 @@ def test_a_small_update_that_does_not_arrive_is_seen(build, monkeypatch):
     monkeypatch.setattr(weight_sync, "round_stochastically", lambda values, generator: values.bfloat16())
     with pytest.raises(ParityError, match=r"^[0-9.]+% of an update as .* report it.*PARITY=off.*USE_VLLM=0"):
         check_mismatch(trainer)
-    trainer.run.settings = dataclasses.replace(trainer.run.settings, LEARNING_RATE=0.1)
+    trainer.run.resolved.settings = dataclasses.replace(trainer.run.settings, LEARNING_RATE=0.1)
     check_mismatch(trainer)
     for share in (0.98, 1.02, math.nan):
         monkeypatch.setattr(weight_sync, "update_share", lambda *_, share=share: (share, 0.001))
