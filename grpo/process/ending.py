@@ -57,7 +57,7 @@ class ExitCode(IntEnum):
         return member
 
     COMPLETE = 0, "The run is complete, and complete.json is there."
-    FAILED = 1, "Anything else, such as too little GPU memory: the end of training.log says why."
+    FAILED = 1, "The run failed in another way, such as too little GPU memory: the end of training.log says why."
     INPUT = 2, "The input must be fixed, or nothing is left to do: every problem is listed, and nothing was started."
     MISMATCH = 3, "vLLM and the trainer do not agree (the mismatch check)."
     VLLM = 4, "vLLM failed; the same command continues from the last checkpoint."
