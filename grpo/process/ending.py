@@ -29,7 +29,7 @@ from types import FrameType
 from grpo.common import InputError, format_exception, log, one_line
 from grpo.output.durable import write_text
 from grpo.output.folder import continuation
-from grpo.output.layout import EXIT, is_full_disk, zip_path
+from grpo.output.layout import EXIT, TRAINING_LOG, is_full_disk, zip_path
 from grpo.output.logs import detach_closed_terminal, is_unread, start_logging
 from grpo.phases import FILE_ONLY
 from grpo.process.heartbeat import RankLost
@@ -203,7 +203,7 @@ class StartedRun:
             self.write_exit(outcome)
         elif not (lost.rank or lost.message):
             time.sleep(2 * (self.ranks.rank - 1))  # A lower rank writes first, and this one then finds its file.
-            if not (self.folder / EXIT).exists() and (self.folder / "training.log").is_file():
+            if not (self.folder / EXIT).exists() and (self.folder / TRAINING_LOG).is_file():
                 start_logging(self.folder)
                 self.write_exit(outcome)
         return outcome
