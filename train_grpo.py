@@ -44,6 +44,7 @@ from grpo.preflight.checks import preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.process import ending
 from grpo.process.ending import ExitCode, Finished, Outcome, StopRequest
+from grpo.process.heartbeat import RankLost
 from grpo.process.ranks import Ranks
 from grpo.reward.scoring import load_rewards
 from grpo.settings.help import help_text
@@ -122,7 +123,11 @@ def launch(resolved: ResolvedRun) -> Outcome:
     ranks.on_lost = run.report_lost
     # Only one process per machine downloads.
     problem = unseen_gpu(resolved.machine) or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, resolved.files))
-    if problems := dict.fromkeys(filter(None, ranks.share(problem))):
+    try:
+        problems = dict.fromkeys(filter(None, ranks.share(problem)))
+    except RankLost as lost:
+        return run.report_lost(lost)
+    if problems:
         raise InputError(*problems)
 
     def prepare_and_train() -> Finished:

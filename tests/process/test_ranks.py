@@ -61,6 +61,7 @@ def test_without_a_launcher_a_process_is_alone(missing):
     [
         ({"RANK": "5"}, "RANK=5, WORLD_SIZE=2, .*: a rank is a number from 0 to one below"),
         ({"RANK": "-1"}, "RANK=-1, "),
+        ({"RANK": "x"}, "RANK, WORLD_SIZE, .*: invalid literal"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2, LOCAL_WORLD_SIZE=2"),
         ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3"),
         ({"TORCHELASTIC_USE_AGENT_STORE": ""}, "WORLD_SIZE=2 was not set by torchrun or `accelerate launch`"),
