@@ -12,11 +12,6 @@ Settings are environment variables. This file is the whole story: check, load gp
 start vLLM asleep beside it, train with TRL's GRPOTrainer, evaluate, zip. The folders of grpo/ do these
 (docs/maintainers/code.md says which). Nothing heavy is imported before the preflight has passed.
 
-Exit codes: 0 the run is complete; 2 the input must be fixed (all problems are listed); 3 vLLM and the trainer do not
-agree (the mismatch check); 4 vLLM failed (the same command continues from the last checkpoint); 130, 143 or 129
-interrupted by Ctrl-C, SIGTERM or a lost terminal (during training after a checkpoint was saved: the same command
-continues it); 1 anything else.
-
 What is simplified: a whole model on every GPU; by default one optimizer step per rollout, so the policy ratio is 1 and
 clipping never acts (STEPS_PER_GENERATION); no reward model, only functions (rewards.py).
 """
@@ -28,18 +23,17 @@ import contextlib
 import io
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo.common import format_exception, log
+from grpo.common import InputError, format_exception, log
 from grpo.output.archive import write_zip
 from grpo.output.best import recover_best
 from grpo.output.durable import move_files, scratch_folder
-from grpo.output.folder import add_record, continuation, mark_complete, prepare_run
+from grpo.output.folder import add_record, mark_complete, prepare_run
 from grpo.output.layout import ADAPTER, SETTINGS, UNFINISHED, lock_output_dir
 from grpo.output.logs import start_logging
 from grpo.phases import FILE_ONLY, Phase
@@ -48,8 +42,15 @@ from grpo.preflight.adapter import lora_options
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
-from grpo.process.ending import StopRequest, end_quietly, fail, handle_failure, ignore_signals, record_end
-from grpo.process.ranks import RankLost, Ranks
+from grpo.process import ending
+from grpo.process.ending import (
+    ExitCode,
+    Finished,
+    Outcome,
+    StopRequest,
+)
+from grpo.process.heartbeat import RankLost
+from grpo.process.ranks import Ranks
 from grpo.reward.calling import load_rewards
 from grpo.settings.help import help_text
 from grpo.settings.hints import flag_answers
@@ -60,13 +61,29 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    ranks, outcome = Ranks(), Outcome(ExitCode.FAILED)
     try:
         ranks = Ranks.from_environment()  # This comes first: from here on, TRL and vLLM each see a single process.
-    except ValueError as error:
-        return fail([str(error)])
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # No prompt or path is worth a UnicodeEncodeError.
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # No prompt or path is worth a UnicodeEncodeError.
+        options = parse_args(arguments)
+        if options.help:
+            print(f"{help_text(__doc__)}\n\n{ending.exit_codes_text()}")
+            return ExitCode.COMPLETE
+        ranks.connect()
+        outcome = check_and_run(ranks, options.check)
+    except (Exception, KeyboardInterrupt) as error:  # What comes after the run has begun, `run_to_the_end` reports.
+        outcome = ending.decide_outcome(error)
+        if outcome.is_fault or isinstance(error, OSError):
+            raise
+        ending.print_refusal(outcome)
+    finally:
+        ranks.disconnect(outcome.code, outcome.reason)
+    return outcome.code
+
+
+def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     usage = "[NAME=VALUE ...] python %(prog)s [--help | --check]"
     parser = argparse.ArgumentParser(prog="train_grpo.py", add_help=False, usage=usage)
     parser.add_argument("-h", "--help", action="store_true")
@@ -74,83 +91,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *flag_answers(unknown)]))
-    if options.help:
-        print(help_text(__doc__))
-        return 0
-    code, message = 1, ""
-    try:
-        ranks.connect()
-        code = check_and_run(ranks, options.check)
-    except RankLost as lost:
-        code, message = lost.code, str(lost)
-        print(f"\n{lost}: nothing was written to OUTPUT_DIR", file=sys.stderr)
-    except KeyboardInterrupt:  # `launch` handles an interrupt that comes later.
-        code = 128 + signal.SIGINT
-        print("\ninterrupted before the run began: nothing was written to OUTPUT_DIR", file=sys.stderr)
-    except Exception as error:
-        message = format_exception(error)
-        raise
-    finally:
-        ranks.disconnect(code, message or f"exit code {code}")
-    return code
+    return options
 
 
-def check_and_run(ranks: Ranks, only_check: bool) -> int:
-    """Locks OUTPUT_DIR, checks the input, and starts the run unless a rank has a problem or `only_check` is set, which
-    needs no lock. Returns the exit code. A start that is refused leaves nothing behind, not even the lock file."""
-    lock, problem, code = None, None, 2
+def check_and_run(ranks: Ranks, only_check: bool) -> Outcome:
+    """Locks OUTPUT_DIR, checks the input, and starts the run unless `only_check` is set, which needs no lock. Raises
+    InputError if a rank has a problem: a start that is refused leaves nothing behind, not even the lock file."""
+    lock, problem, outcome = None, None, None
     if not (only_check or ranks.rank):
         lock, problem = lock_output_dir(os.environ)
     try:
         if problems := list(filter(None, ranks.share(problem))):
-            return fail(problems)
+            raise InputError(*problems)
         resolved = preflight(os.environ, None, ranks)
         print(banner(resolved, every_setting=only_check))
         if resolved.problems:
-            return fail(resolved.problems)
+            raise InputError(*resolved.problems)
         if only_check:
             print("\nEvery check passed. Nothing was started.")
-            return 0
-        if ranks.launched:  # torchrun reports neither the run's exit code nor its reason.
-            code = record_end(ranks, resolved.state.folder, resolved.settings.OVERWRITE, lambda: launch(resolved))
-        else:
-            code = launch(resolved)
-        return code
+            return Outcome(ExitCode.COMPLETE)
+        outcome = launch(resolved)
+        return outcome
     finally:
         if lock:
-            lock.release(remove=code == 2)
+            lock.release(remove=outcome is None)
 
 
-def launch(resolved: ResolvedRun) -> int:
-    """Downloads the weights, makes OUTPUT_DIR ready, trains. Returns the exit code, raises RankLost."""
+def launch(resolved: ResolvedRun) -> Outcome:
+    """Downloads the weights, makes OUTPUT_DIR ready, trains. Raises InputError before anything is written there."""
     with Phase("importing torch and transformers"):  # Heavy imports wait until the preflight has passed.
         from grpo.model.load import unseen_gpu
 
     state, s, ranks = resolved.state, resolved.settings, resolved.ranks
     assert resolved.files and resolved.plan  # A run that passed its checks has both.
+    run = ending.StartedRun(state.folder, s, resolved.plan.micro_batch, ranks)
+    ranks.on_lost = run.report_lost
     # Only one process per machine downloads.
     problem = unseen_gpu(resolved.machine) or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, resolved.files))
-    if problems := list(dict.fromkeys(filter(None, ranks.share(problem)))):
-        return fail(problems)
     try:
-        try:
-            if not ranks.rank:
-                prepare_run(state, s, run_records(resolved))
-                recover_best(state.folder)
-                start_logging(state.folder)
-            return train(resolved)
-        finally:
-            ignore_signals()
-    except RankLost:
-        raise
-    except (Exception, KeyboardInterrupt) as error:
-        write_files = None if ranks.rank else write_report_and_zip
-        return handle_failure(error, state.folder, s, resolved.plan.micro_batch, write_files)
+        problems = dict.fromkeys(filter(None, ranks.share(problem)))
+    except RankLost as lost:
+        return run.report_lost(lost)
+    if problems:
+        raise InputError(*problems)
+
+    def prepare_and_train() -> Finished:
+        if not ranks.rank:
+            prepare_run(state, s, run_records(resolved))
+            recover_best(state.folder)
+            start_logging(state.folder)
+        return train(resolved)
+
+    return run.run_to_the_end(prepare_and_train, write_report_and_zip)
 
 
-def train(resolved: ResolvedRun) -> int:
-    """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns the exit code
-    of a run that is complete or was interrupted; raises the error of a run that failed."""
+def train(resolved: ResolvedRun) -> Finished:
+    """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns how far a run
+    came that is complete or was interrupted; raises the error of a run that failed."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
     import transformers
@@ -208,8 +205,8 @@ def train(resolved: ResolvedRun) -> int:
     return finish(trainer, progress, started)
 
 
-def finish(trainer: Trainer, progress: Progress, started: float) -> int:
-    """Saves and evaluates the trained adapter and writes the zip; runs on rank 0 alone. Returns the exit code."""
+def finish(trainer: Trainer, progress: Progress, started: float) -> Finished:
+    """Saves and evaluates the trained adapter and writes the zip; runs on rank 0 alone."""
     folder, stop = trainer.run.folder, trainer.run.stop
     assert trainer.processing_class
     unfinished = folder / UNFINISHED
@@ -224,20 +221,15 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> int:
             progress.after(trainer)
             trainer.write_model_card(folder)  # Rewritten here so that it includes the final figures.
         stop.at_once = False
-    zip_file, steps = write_report_and_zip(folder), trainer.state.global_step
-    if stop.signal:
-        advice = continuation(folder, trainer.run.settings.OVERWRITE)
-        log.warning("interrupted at step %d; %s. So far: %s", steps, advice, zip_file)
-        return 128 + stop.signal
-    mark_complete(folder, steps)
-    log.info(
-        "complete: %d steps in %.0f s. Adapter: %s, download: %s", steps, time.monotonic() - started, folder, zip_file
-    )
-    return 0
+    write_report_and_zip(folder)
+    steps = trainer.state.global_step
+    if not stop.signal:
+        mark_complete(folder, steps)
+    return Finished(folder, steps, time.monotonic() - started, stop.signal)
 
 
-def write_report_and_zip(folder: Path) -> Path:
-    """Writes the report and the zip of OUTPUT_DIR; returns the zip's path. An error in the report is only logged."""
+def write_report_and_zip(folder: Path) -> None:
+    """Writes the report and the zip of OUTPUT_DIR. An error in the report is only logged."""
     with Phase("writing the report and the zip") as phase:
         try:
             # Imported here, so that without matplotlib or jinja2 only the report is missing.
@@ -247,10 +239,8 @@ def write_report_and_zip(folder: Path) -> Path:
         except Exception as error:
             command = f"python scripts/report.py {folder}"
             log.warning("no report was written (%s); try again with: %s", format_exception(error), command)
-        zip_file = write_zip(folder)
-        phase.result = f"{zip_file.stat().st_size / 1e6:.1f} MB"
-    return zip_file
+        phase.result = f"{write_zip(folder).stat().st_size / 1e6:.1f} MB"
 
 
 if __name__ == "__main__":
-    sys.exit(end_quietly(main))
+    sys.exit(ending.end_quietly(main))

@@ -8,12 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from grpo.output.layout import ADAPTER
+from grpo.output.checkpoints import RESUME_FILES
 from grpo.process.ranks import Ranks
-
-# The files of a checkpoint that a run continues from. A rank writes these names only, none that another process sent.
-RESUME_FILES = [ADAPTER, "adapter_config.json", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"]
-ROLLOUT = "rollout.pt"  # One more, where the step after the checkpoint learns from the same rollout.
 
 
 def adapter_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -57,10 +53,10 @@ def adopt_rank0_state(ranks: Ranks, model: torch.nn.Module, folder: Path | None,
         values = parameter.detach().cpu().contiguous()
         ranks.broadcast_tensor(values)
         parameter.copy_(values)
-    if not ranks.broadcast(folder is not None):
+    sent = ranks.broadcast([name for name in RESUME_FILES if folder and (folder / name).is_file()])
+    if not sent:
         return None
-    has_rollout = ranks.broadcast(bool(folder and (folder / ROLLOUT).is_file()))
-    for name in [*RESUME_FILES, ROLLOUT] if has_rollout else RESUME_FILES:
+    for name in (name for name in RESUME_FILES if name in sent):  # No other name that a process might send is written.
         content = bytearray((folder / name).read_bytes()) if folder else bytearray()
         size = ranks.broadcast(len(content))
         values = torch.frombuffer(content or bytearray(size), dtype=torch.uint8)

@@ -20,7 +20,6 @@ from grpo.common import log
 from grpo.data.files import Row, column_names
 from grpo.data.prompts import row_order, sampling_seed
 from grpo.learn.context import RunContext
-from grpo.learn.distributed import ROLLOUT
 from grpo.learn.finite import FiniteCallback
 from grpo.learn.learner import Learner
 from grpo.learn.run_sampler import run_sampler
@@ -31,7 +30,7 @@ from grpo.learn.timer import StepTimerCallback
 from grpo.model.expert_lora import experts_wrapped
 from grpo.output.archive import model_card
 from grpo.output.best import loading_advice, objection, read_best
-from grpo.output.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
+from grpo.output.checkpoints import ROLLOUT, begin_checkpoint, finish_checkpoint, rotate_checkpoints
 from grpo.output.durable import write_text
 from grpo.output.layout import BEST
 from grpo.output.logs import EVALUATED, TRL_FIGURES, Cell, RunLog, tracker_figures

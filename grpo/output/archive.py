@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo.common import ROOT, log
 from grpo.harmony import ANSWER_BEFORE
 from grpo.output.durable import whole_file
-from grpo.output.layout import BEST, run_folder, zip_path
+from grpo.output.layout import BEST, TRAINING_LOG, run_folder, zip_path
 from grpo.settings.table import Settings
 
 TINY = "data/tiny"  # The tiny model's folder in the project.
@@ -82,7 +82,7 @@ To load it, from the folder of this file{path_note}:
 
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl")  # Loading a pickle, such as an optimizer state, runs the code in it.
-FILES_WITH_PATHS = ("training.log", "adapter_config.json", "report.html")  # These files name paths of the machine.
+FILES_WITH_PATHS = (TRAINING_LOG, "adapter_config.json", "report.html")  # These files name paths of the machine.
 
 
 def without_paths(folder: Path, text: str) -> str:

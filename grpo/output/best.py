@@ -10,7 +10,7 @@ from pathlib import Path
 
 from grpo.output.checkpoints import CUT_OFF
 from grpo.output.durable import Record, file_sha256, read_sealed, sync, sync_files, write_sealed
-from grpo.output.layout import ADAPTER, BEST, COMPLETE, MANIFEST, unused_path
+from grpo.output.layout import ADAPTER, BEST, BEST_RECORD, COMPLETE, MANIFEST, unused_path
 from grpo.settings.table import TASK_FILES
 from grpo.tasks.verdict import BASE, Comparison, obstacle, verdict
 
@@ -31,7 +31,7 @@ def adapter_fault(folder: Path) -> str | None:
     """Why the adapter in `folder` is not the one that was written there, by the checksum in the record of best/, of a
     complete run, or of a checkpoint; None if it is, or if there is no checksum. Only the weights are compared, because
     a run's zip has other paths in adapter_config.json and no optimizer states."""
-    for name in ("best.json", COMPLETE, MANIFEST):
+    for name in (BEST_RECORD, COMPLETE, MANIFEST):
         try:
             record = read_sealed(folder / name)
             if name == MANIFEST and not record:
@@ -52,7 +52,7 @@ def adapter_fault(folder: Path) -> str | None:
 def read_best(folder: Path) -> Record:
     """best.json of the run in `folder`; empty where there is none, or where it or its adapter is damaged."""
     with contextlib.suppress(FileNotFoundError):
-        return {} if adapter_fault(folder / BEST) else read_sealed(folder / BEST / "best.json")
+        return {} if adapter_fault(folder / BEST) else read_sealed(folder / BEST / BEST_RECORD)
     return {}
 
 
@@ -93,7 +93,7 @@ def keep_best(
         record["in_words"] = describe_best(record)
         replace_best(folder, lambda new: save(new, record), record)
     else:
-        write_sealed(folder / BEST / "best.json", record)
+        write_sealed(folder / BEST / BEST_RECORD, record)
     return record
 
 
@@ -106,7 +106,7 @@ def replace_best(folder: Path, save: Callable[[Path], None], record: Record) -> 
         save(new)
         sync_files(new)  # A power cut after the old folder is gone must not find empty files in the new one.
         record["adapter_sha256"] = file_sha256(new / ADAPTER)
-        write_sealed(new / "best.json", record)  # Written last: a folder with it is whole.
+        write_sealed(new / BEST_RECORD, record)  # Written last: a folder with it is whole.
     except Exception:  # The disk may be full: the unfinished folder would only take room.
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -121,7 +121,7 @@ def recover_best(folder: Path) -> None:
     """Repairs best/ after a kill inside `replace_best`: takes the new folder if it is whole, else the old one. A
     damaged best/ is renamed to `superseded-best`."""
     best, new, old = (folder / (BEST + suffix) for suffix in ("", ".tmp", ".old"))
-    if not best.exists() and (whole := next((path for path in (new, old) if (path / "best.json").is_file()), None)):
+    if not best.exists() and (whole := next((path for path in (new, old) if (path / BEST_RECORD).is_file()), None)):
         whole.rename(best)
     if adapter_fault(best):
         best.rename(unused_path(folder, f"superseded-{BEST}"))
@@ -139,7 +139,7 @@ def describe_best(record: Record) -> str:
     value, base_value = (WORDS[record["by"]].format(record[name]) for name in ("value", "base_value"))
     step = f"step {record['step']} is the best of the evaluated ones, with a {value}"
     if not record["better_than_base"]:
-        return f"{step}, but NOT BETTER than the base model without any adapter ({base_value})"
+        return f"{step}, but NOT BETTER than {BASE} without any adapter ({base_value})"
     clause = verdict(read_comparisons(record), "it")
     return f"{step} (base model: {base_value}){clause and ': '}{clause}"
 

@@ -30,8 +30,10 @@ MANIFEST = "manifest.json"  # The last file of a checkpoint.
 ADAPTER = "adapter_model.safetensors"
 UNFINISHED = "adapter.tmp"  # The folder that the adapter is written to, before its files are moved to OUTPUT_DIR.
 BEST = "best"  # The folder of the best evaluated adapter.
+BEST_RECORD = "best.json"  # The last file of that folder.
 LOGS = ("metrics.csv", "completions.csv")
-APPENDED = (*LOGS, "training.log")  # The files that a run that continues appends to.
+TRAINING_LOG = "training.log"
+APPENDED = (*LOGS, TRAINING_LOG)  # The files that a run that continues appends to.
 # What a folder without a run may hold: a file that a kill in a run's first write left, and a new file system's folder.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
 ANOTHER_DIR = "choose another OUTPUT_DIR"

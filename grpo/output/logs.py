@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from grpo.common import log, printable
-from grpo.output.layout import LOGS
+from grpo.output.layout import LOGS, TRAINING_LOG
 from grpo.reward.scoring import Completion, completion_rates
 from grpo.settings.table import TASK_FIGURES, Settings
 from rewards import best_action
@@ -27,10 +27,12 @@ from rewards import best_action
 COLUMNS = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
 # Unit and meaning of each column, in order. The columns of the tasks' simulators come after heldout_reward.
 METRICS: dict[str, list[str]] = {}
-for name, unit_and_meaning in COLUMNS["metrics.csv"].items():
-    METRICS[name] = unit_and_meaning
+for name, row in COLUMNS["metrics.csv"].items():
+    METRICS[name] = row[:2]
     if name == "heldout_reward":
         METRICS |= {figure: [spec["unit"], spec["meaning"]] for figure, spec in TASK_FIGURES.items()}
+# Columns of metrics.csv that hold TRL's own metrics -> TRL's names of these.
+TRL_FIGURES: dict[str, str] = {name: row[2] for name, row in COLUMNS["metrics.csv"].items() if len(row) == 3}
 COMPLETIONS: dict[str, list[str]] = COLUMNS["completions.csv"]
 EVALUATED = ("heldout_reward", *TASK_FIGURES)  # These are empty in most steps.
 GENERATED = ("parse_rate", "clipped_ratio", "tokens_mean", "tokens_max")  # These are empty with DIRECT_ANSWERS.
@@ -126,15 +128,6 @@ class CsvLog:
 
 
 BOX_WIDTH = 100  # A wider box breaks in a usual terminal.
-# Columns of metrics.csv that hold TRL's own metrics -> TRL's names of these.
-TRL_FIGURES = {name: name for name in ("reward", "reward_std", "loss", "grad_norm", "learning_rate", "kl", "entropy")}
-TRL_FIGURES |= {
-    "clip_fraction": "clip_ratio/region_mean",
-    "logp_diff_mean": "sampling/sampling_logp_difference/mean",
-    "logp_diff_max": "sampling/sampling_logp_difference/max",
-    "rollout_kl": "sampling/kl",
-    "is_ratio_mean": "sampling/importance_sampling_ratio/mean",
-}
 WATCHED = ("reward", "zero_std_fraction", "parse_rate")  # The columns of metrics.csv that warnings are computed from.
 WARN_EVERY = 10  # Steps between two warnings about the same thing.
 UNLEARNED = (
@@ -359,7 +352,7 @@ def start_logging(folder: Path) -> None:
     formatter = PlainFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
-    terminal, file = TerminalHandler(sys.stdout), logging.FileHandler(folder / "training.log", encoding="utf-8")
+    terminal, file = TerminalHandler(sys.stdout), logging.FileHandler(folder / TRAINING_LOG, encoding="utf-8")
     terminal.addFilter(lambda record: not hasattr(record, "file_only"))
     for handler in (terminal, file):
         handler.setFormatter(formatter)

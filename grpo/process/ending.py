@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run ends: signals, failures, exit codes and last messages.
+"""How a program ends. `decide_outcome` alone says with which exit code and message; all else only reports that.
 
-Under torchrun, whose own exit code is 1 for every reason, the code and the reason are written into OUTPUT_DIR. A reader
-that closes the output (`| head`) does not change the exit code of a run."""
+What Ctrl-C (SIGINT), SIGTERM and a lost terminal (SIGHUP) do to a run:
+- before it has begun: it ends at once, and nothing was written;
+- while it loads and in the evaluations before and after training: it ends at once, after training with report and zip;
+- while it trains: it finishes its step, saves a checkpoint, report and zip, and ends. A second signal ends it at once,
+  and the same command continues from the last checkpoint. `StopRequest` says which second signals do not count.
+The exit code is 128 + the signal's number. To any other script (`run_script`) the first signal is an exception, so that
+temporary files are removed, and the second one ends it at once.
+"""
 
 import atexit
 import errno
@@ -14,17 +20,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 
 from grpo.common import InputError, format_exception, log, one_line
 from grpo.output.durable import write_text
 from grpo.output.folder import continuation
-from grpo.output.layout import EXIT, is_full_disk
+from grpo.output.layout import EXIT, TRAINING_LOG, is_full_disk, zip_path
 from grpo.output.logs import detach_closed_terminal, is_unread, start_logging
 from grpo.phases import FILE_ONLY
-from grpo.process.ranks import RankLost, Ranks
+from grpo.process.heartbeat import RankLost
+from grpo.process.ranks import Ranks
 from grpo.reward.calling import RewardError
 from grpo.settings.table import Settings
 
@@ -33,6 +42,33 @@ LEFT_BEHIND_S = 60.0  # Threads and processes that outlive a run have so long to
 # Two SIGTERMs within this time are one request: a launcher has sent it twice, or a supervisor such as systemd has sent
 # it to every process, and the script above this one passed its own on.
 SAME_REQUEST_S, SAME_REQUEST_LAUNCHED_S = 1.0, 10.0
+# Disks and permissions, which the user of a script can mend: other OSErrors may be a fault of the program.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+
+
+class ExitCode(IntEnum):
+    """The exit codes of train_grpo.py, each with a sentence for the user: `--help` and README.md list them."""
+
+    sentence: str
+
+    def __new__(cls, code: int, sentence: str) -> "ExitCode":
+        member = int.__new__(cls, code)
+        member._value_, member.sentence = code, sentence
+        return member
+
+    COMPLETE = 0, "The run is complete, and complete.json is there."
+    FAILED = 1, "The run failed in another way, such as too little GPU memory: the end of training.log says why."
+    INPUT = 2, "The input must be fixed, or nothing is left to do: every problem is listed, and nothing was started."
+    MISMATCH = 3, "vLLM and the trainer do not agree (the mismatch check)."
+    VLLM = 4, "vLLM failed; the same command continues from the last checkpoint."
+    LOST_TERMINAL = 128 + signal.SIGHUP, "Interrupted by a lost terminal; the same command continues the run."
+    CTRL_C = 128 + signal.SIGINT, "Interrupted by Ctrl-C; the same command continues the run."
+    TERMINATED = 128 + signal.SIGTERM, "Interrupted by SIGTERM (kill); the same command continues the run."
+
+
+def exit_codes_text() -> str:
+    """The exit codes as an indented paragraph of `--help`."""
+    return "\n".join(["Exit codes:", "", *(f"  {code:>3}  {code.sentence}" for code in ExitCode)])
 
 
 def ignore_signals() -> None:
@@ -85,7 +121,7 @@ class RunFailure(RuntimeError):
     """A failure with an exit `code` of its own. `label` precedes its message; `is_zipped`: the run's zip is written;
     `continues`: the message lacks what the same command does next, and the end of the run adds it."""
 
-    code = 1
+    code: int = ExitCode.FAILED
     label = "run"
     is_zipped = True
     continues = False
@@ -98,126 +134,167 @@ class UnloadableModel(RunFailure):
     is_zipped = False
 
 
-def fail(problems: Sequence[str]) -> int:
-    """Prints every problem; returns exit code 2."""
+@dataclass(frozen=True)
+class Finished:
+    """A run that has made its last step, or the one after which a `signal` ended it, and has written all its files."""
+
+    folder: Path
+    steps: int
+    seconds: float
+    signal: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended: its exit code, and the `lines` that say why and what to do next."""
+
+    code: int
+    lines: tuple[str, ...] = ()
+    level: int = logging.CRITICAL
+    error: BaseException | None = None  # training.log gets its traceback.
+    is_fault: bool = False  # Nobody foresaw `error`: its traceback belongs on the terminal too.
+    is_zipped: bool = False  # Report and zip are still to be written.
+
+    @property
+    def reason(self) -> str:
+        """Why the program ended, on one line."""
+        cause = f" ({format_exception(self.error)})" if self.error and self.is_fault else ""
+        return one_line("; ".join([self.lines[0] + cause, *self.lines[1:]])) if self.lines else f"exit code {self.code}"
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """A run whose input is in order, and whose end is reported in its folder."""
+
+    folder: Path
+    settings: Settings
+    micro_batch: int = 0
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def run_to_the_end(self, train: Callable[[], Finished], write_files: Callable[[Path], object]) -> Outcome:
+        """Calls `train`, and writes how it ended into the terminal and training.log, after some failures also report
+        and zip by `write_files`. torchrun, whose own exit code is 1 for every reason, gets EXIT."""
+        end: Finished | BaseException
+        try:
+            try:
+                end = train()
+            finally:
+                ignore_signals()
+        except RankLost as lost:
+            return self.report_lost(lost)
+        except (Exception, KeyboardInterrupt) as error:
+            end = error
+        ignore_signals()  # A signal may have come just before the others were ignored.
+        outcome = decide_outcome(end, self)
+        if outcome.error and not outcome.is_fault:
+            log.info("the traceback of the error", exc_info=outcome.error, extra=FILE_ONLY)
+        for number, line in enumerate(outcome.lines):
+            log.log(outcome.level, "%s", line, exc_info=None if number or not outcome.is_fault else outcome.error)
+        if outcome.is_zipped and not self.ranks.rank:
+            write_files(self.folder)
+        if self.ranks.launched and not self.ranks.rank:
+            self.write_exit(outcome)
+        return outcome
+
+    def report_lost(self, lost: RankLost) -> Outcome:
+        """Writes which rank was lost. If that is rank 0, and it left no message, the first of the others writes it."""
+        outcome = decide_outcome(lost, self)
+        if not self.ranks.rank:
+            self.write_exit(outcome)
+        elif not (lost.rank or lost.message):
+            time.sleep(2 * (self.ranks.rank - 1))  # A lower rank writes first, and this one then finds its file.
+            if not (self.folder / EXIT).exists() and (self.folder / TRAINING_LOG).is_file():
+                start_logging(self.folder)
+                self.write_exit(outcome)
+        return outcome
+
+    def write_exit(self, outcome: Outcome) -> None:
+        """Writes the exit code and its reason as the last line of training.log, and into EXIT."""
+        (log.warning if outcome.code else log.info)("exit code %d: %s", outcome.code, outcome.reason)
+        if self.folder.is_dir():
+            write_text(self.folder / EXIT, json.dumps({"code": outcome.code, "reason": outcome.reason}) + "\n")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch could not allocate memory; without torch imported it was none of its errors."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+def memory_advice(run: StartedRun) -> str:
+    """What lets the same command continue a run that ran out of GPU memory."""
+    fix = "free some of the GPU"
+    if smaller := run.micro_batch // 2:
+        fix = f"MICRO_BATCH={smaller} learns the same in smaller micro-batches"
+    elif run.settings.EXPERTS == "bf16":
+        fix = f"EXPERTS=mxfp4 takes less memory, or {fix}"
+    return f"{fix}; then the same command continues"
+
+
+def decide_outcome(end: Finished | BaseException, run: StartedRun | None = None) -> Outcome:
+    """Exit code and message of a program that ended by `end`: what a run returned, or the exception that ended it.
+    `run` is None before a run has begun and in any other script: then there is nothing to continue."""
+    if isinstance(end, Finished) and not end.signal:
+        place = f"Adapter: {end.folder}, download: {zip_path(end.folder)}"
+        words = f"complete: {end.steps} steps in {end.seconds:.0f} s. {place}"
+        return Outcome(ExitCode.COMPLETE, (words,), logging.INFO)
+    advice = continuation(run.folder, run.settings.OVERWRITE) if run else ""
+    match end:
+        case Finished():
+            words = f"interrupted at step {end.steps}; {advice}. So far: {zip_path(end.folder)}"
+            return Outcome(128 + end.signal, (words,), logging.WARNING)
+        case KeyboardInterrupt():
+            number = end.args[0] if end.args else signal.SIGINT
+            words = f"stopped at once; {advice}" if run else "interrupted"
+            return Outcome(128 + number, (words,), logging.WARNING)
+        case RankLost():
+            return Outcome(end.code, (f"{end}; {advice}" if run else str(end),))
+        case InputError() if not run:
+            return Outcome(ExitCode.INPUT, end.args)
+        case BrokenPipeError() if not run and is_unread(sys.stdout.fileno()):
+            return Outcome(128 + signal.SIGPIPE)  # As of a command that SIGPIPE ended.
+        case OSError() if not run and end.errno in UNWRITABLE:
+            return Outcome(ExitCode.FAILED, (f"{end.filename or 'output'}: {end.strerror}",))
+        case RunFailure():
+            words = f"{end.label}: {end}"
+            again = "where it fails at the same step again, start another run from a checkpoint (INIT_ADAPTER)"
+            more = (f"{advice}; {again} with a lower LEARNING_RATE",) if run and end.continues else ()
+            return Outcome(end.code, (words, *more), is_zipped=end.is_zipped)
+        case _ if run and is_out_of_memory(end):
+            words = f"out of memory: {str(end).splitlines()[0]}"
+            return Outcome(ExitCode.FAILED, (words, memory_advice(run)), is_zipped=True)
+        case _ if run and is_full_disk(end, run.folder):
+            words = f"no space left on a disk (`df -h` and `df -i` tell which): {end}. Free some, {advice}"
+            return Outcome(ExitCode.FAILED, (words,))
+        case RewardError():
+            words = f"{end}; when its cause is fixed, {advice}" if run else str(end)
+            return Outcome(ExitCode.FAILED, (words,), error=end)
+    return Outcome(ExitCode.FAILED, ("the run failed", f"when its cause is fixed, {advice}"), error=end, is_fault=True)
+
+
+def print_refusal(outcome: Outcome) -> None:
+    """Prints why a run did not begin: every problem of its input, or what ended it before."""
+    if outcome.code != ExitCode.INPUT:
+        print(f"\n{outcome.reason} before the run began: nothing was written to OUTPUT_DIR", file=sys.stderr)
+        return
+    problems = outcome.lines
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
     listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
     end = "Nothing was started and nothing was changed."
     print(f"\n{count} to fix before the run can start:\n\n{listing}\n\n{end}", file=sys.stderr)
-    return 2
-
-
-def handle_failure(
-    error: BaseException,
-    folder: Path,
-    settings: Settings,
-    micro_batch: int,
-    write_files: Callable[[Path], object] | None,
-) -> int:
-    """Logs why the run in `folder` ended and what to do next; returns the exit code. `write_files` (None but on
-    rank 0) writes report and zip if memory ran out, or if the failure `is_zipped`."""
-    ignore_signals()  # A signal may have come just before the caller ignored them.
-    advice, code, is_zipped = continuation(folder, settings.OVERWRITE), 1, False
-    torch = sys.modules.get("torch")  # If torch is not imported, this is no OutOfMemoryError.
-    if isinstance(error, KeyboardInterrupt):
-        log.warning("stopped at once; %s", advice)
-        code = 128 + (error.args[0] if error.args else signal.SIGINT)
-    elif isinstance(error, RunFailure):
-        log.critical("%s: %s", error.label, error)
-        if error.continues:
-            again = "where it fails at the same step again, start another run from a checkpoint (INIT_ADAPTER)"
-            log.critical("%s; %s with a lower LEARNING_RATE", advice, again)
-        code, is_zipped = error.code, error.is_zipped
-    elif torch and isinstance(error, torch.OutOfMemoryError):
-        fix, is_zipped = "free some of the GPU", True
-        if smaller := micro_batch // 2:
-            fix = f"MICRO_BATCH={smaller} learns the same in smaller micro-batches"
-        elif settings.EXPERTS == "bf16":
-            fix = f"EXPERTS=mxfp4 takes less memory, or {fix}"
-        log.critical("out of memory: %s", str(error).splitlines()[0])
-        log.critical("%s; then the same command continues", fix)
-    elif is_full_disk(error, folder):
-        log.critical("no space left on a disk (`df -h` and `df -i` tell which): %s. Free some, %s", error, advice)
-    elif isinstance(error, RewardError):
-        log.info("a reward function failed", exc_info=error, extra=FILE_ONLY)
-        log.critical("%s; when its cause is fixed, %s", error, advice)
-    else:
-        log.critical("the run failed", exc_info=error)
-        log.critical("when its cause is fixed, %s", advice)
-    if write_files and is_zipped:
-        write_files(folder)
-    return code
-
-
-class LastMessageHandler(logging.Handler):
-    """Keeps the last message of this program's log. Messages that are not critical do not replace a critical one."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.message, self.fatal = "", False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        fatal = record.levelno >= logging.CRITICAL
-        if fatal >= self.fatal:
-            message = one_line(record.getMessage().strip())
-            if record.exc_info and record.exc_info[1]:
-                message += f" ({format_exception(record.exc_info[1])})"
-            self.message = f"{self.message}; {message}" if self.fatal else message
-            self.fatal = fatal
-
-
-def record_end(ranks: Ranks, folder: Path, overwrite: bool, run: Callable[[], int]) -> int:
-    """Calls `run` in a process that torchrun started, and returns its exit code. Writes the code and its reason into
-    training.log and exit.json, because torchrun reports neither. `overwrite`: OVERWRITE of the run in `folder`."""
-    last_message, code = LastMessageHandler(), 1
-    log.addHandler(last_message)
-    if ranks.rank:
-        log.propagate = False
-
-    def write_lost_rank(lost: RankLost) -> None:
-        """Writes which rank was lost. If that is rank 0, and it left no message, the first of the others writes it."""
-        if ranks.rank:
-            if lost.rank or lost.message:
-                return
-            time.sleep(2 * (ranks.rank - 1))  # A lower rank writes first, and this one then finds its file.
-            if (folder / EXIT).exists() or not (folder / "training.log").is_file():
-                return
-            start_logging(folder)
-            log.propagate = True
-        write_end(folder, lost.code, f"{lost}; {continuation(folder, overwrite)}")
-
-    ranks.on_lost = write_lost_rank
-    try:
-        code = run()
-        if not ranks.rank and code != 2:
-            write_end(folder, code, last_message.message)
-    except RankLost as lost:
-        code = lost.code
-        write_lost_rank(lost)
-    finally:
-        log.removeHandler(last_message)
-        ranks.disconnect(code, last_message.message or f"exit code {code}")
-    return code
-
-
-def write_end(folder: Path, code: int, reason: str) -> None:
-    """Writes the exit code and its reason as the last line of training.log, and into EXIT."""
-    (log.warning if code else log.info)("exit code %d: %s", code, reason)
-    if folder.is_dir():
-        write_text(folder / EXIT, json.dumps({"code": code, "reason": reason}) + "\n")
 
 
 def end_quietly(main: Callable[[], int]) -> int:
-    """Returns the exit code of `main`. If the reader of its output is gone (`--help | head`), there is no traceback,
-    and the exit code is that of a command which SIGPIPE ended."""
+    """Returns the exit code of `main`. If the reader of its output is gone (`--help | head`), there is no traceback. A
+    terminal whose disk is full does not change the exit code of a run that has ended."""
     code = None
     try:
         code = main()
         sys.stdout.flush()
         return code
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and is_unread(sys.stdout.fileno()):
-            code = 128 + signal.SIGPIPE
+        if isinstance(error, BrokenPipeError) and not (outcome := decide_outcome(error)).is_fault:
+            code = outcome.code
         elif code is None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
@@ -250,15 +327,10 @@ def end_what_is_left(code: int) -> None:
         threading.Thread(target=wait_and_end, name="end", daemon=True).start()
 
 
-# Disks and permissions, which the user can mend: other OSErrors may be a fault of the program.
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
-
-
 def run_script(main: Callable[[], int]) -> int:
-    """`end_quietly` for a script: it prints the problems of an InputError, a RunFailure, a RewardError or a disk, and
-    returns their exit code. Output that is cut off, as by a full disk, is no success. The first SIGINT, SIGTERM or
-    SIGHUP ends the script by KeyboardInterrupt, so that its temporary files are removed; the second ends it at once.
-    """
+    """`end_quietly` for a script: it prints what the user can mend. Output that is cut off, as by a full disk, is no
+    success. The first SIGINT, SIGTERM or SIGHUP is a KeyboardInterrupt, so that temporary files are removed; the second
+    one ends the script at once."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for handled in SIGNALS:
@@ -269,28 +341,19 @@ def run_script(main: Callable[[], int]) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP.
             signal.signal(number, interrupt)
 
-    def flushed_main() -> int:
-        code = main()
-        sys.stdout.flush()
-        return code
+    def main_that_says_why() -> int:
+        try:
+            code = main()
+            sys.stdout.flush()
+            return code
+        except (Exception, KeyboardInterrupt) as error:
+            outcome = decide_outcome(error)
+            if outcome.is_fault:
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                print(file=sys.stderr)  # The terminal shows ^C on the line.
+            for line in outcome.lines:
+                print(line, file=sys.stderr)
+            return outcome.code
 
-    try:
-        return end_quietly(flushed_main)
-    except OSError as error:
-        if error.errno not in UNWRITABLE:
-            raise
-        print(f"{error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends.
-        return 1
-    except InputError as error:
-        print(*error.args, sep="\n", file=sys.stderr)
-        return 2
-    except RunFailure as error:
-        print(f"{error.label}: {error}", file=sys.stderr)
-        return error.code
-    except RewardError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as error:
-        print("\ninterrupted", file=sys.stderr)
-        return 128 + (error.args[0] if error.args else signal.SIGINT)
+    return end_quietly(main_that_says_why)

@@ -22,7 +22,7 @@ from grpo.plan.engine_memory import BATCHED_TOKENS, EnginePlan, vllm_rank
 from grpo.plan.hub import has_mxfp4
 from grpo.plan.machine import GIB
 from grpo.plan.targets import expert_words
-from grpo.process.ending import RunFailure
+from grpo.process.ending import ExitCode, RunFailure
 from grpo.rollout.paged_weights import PagedWeights
 from grpo.rollout.shared_weights import share_weights
 from grpo.rollout.vllm_patches import close_process_group, keep_weights_asleep, patch_kernels, vllm_environment
@@ -36,7 +36,7 @@ Generated = tuple[list[list[int]], list[list[float | None]]]  # token ids of com
 class EngineError(RunFailure):
     """vLLM failed in a way from which this process cannot recover. A new one can continue from the last checkpoint."""
 
-    code = 4
+    code = ExitCode.VLLM
     label = "vLLM"
 
 

@@ -18,7 +18,7 @@ from grpo.model.load import evaluating
 from grpo.model.packing import pack_batch
 from grpo.output.logs import banner_text
 from grpo.phases import Phase
-from grpo.process.ending import RunFailure
+from grpo.process.ending import ExitCode, RunFailure
 from grpo.rollout.engine import Engine, TokenRows
 from grpo.rollout.sampler import Sampling, VllmSampler
 from grpo.rollout.weight_sync import lora_layers
@@ -28,7 +28,7 @@ from grpo.settings.table import Settings
 class ParityError(RunFailure):
     """vLLM and the trainer give different log-probs for the same adapter."""
 
-    code = 3
+    code = ExitCode.MISMATCH
     label = "PARITY"
     is_zipped = False
 

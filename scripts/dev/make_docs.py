@@ -23,6 +23,7 @@ from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import Machine
 from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.preflight.choices import choose_checkpointing, choose_experts
+from grpo.process.ending import ExitCode
 from grpo.settings.help import setting_rows
 from grpo.settings.parsing import MAY_CHANGE
 from grpo.settings.table import Settings
@@ -94,9 +95,14 @@ def key_settings() -> str:
     return table(["Setting", "Default", "Meaning"], rows)
 
 
+def exit_codes() -> str:
+    """The README's table of exit codes."""
+    return table(["Exit code", "How the run ended"], [[str(int(code)), code.sentence] for code in ExitCode])
+
+
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"cards": fitting_cards, "key settings": key_settings},
+    "README.md": {"cards": fitting_cards, "key settings": key_settings, "exit codes": exit_codes},
     "docs/settings.md": {"settings": settings_tables},
     "docs/metrics.md": {
         "metrics.csv": functools.partial(columns_table, METRICS),

@@ -12,7 +12,8 @@ from test_steps import reward
 from trainers import LOSSES, make, moved_by_training, plain_float32, sample_with, seed_weights, step_of
 
 from grpo.data.prompts import sampling_seed
-from grpo.learn.distributed import RESUME_FILES, ROLLOUT, adapter_parameters, adopt_rank0_state, sync_stop_signal
+from grpo.learn.distributed import adapter_parameters, adopt_rank0_state, sync_stop_signal
+from grpo.output.checkpoints import RESUME_FILES, ROLLOUT
 from grpo.output.logs import METRICS
 from grpo.rollout.sampler import evaluation_sampling, rollout_sampling
 from grpo.settings.table import Settings
@@ -154,12 +155,12 @@ def test_any_ranks_signal_stops_all():
     assert in_ranks(2, lambda ranks: sync_stop_signal(ranks, 0, model, 3)) == [0] * 2
 
 
-@pytest.mark.parametrize("more", [[], [ROLLOUT]])
-def test_every_rank_gets_rank_0s_adapter_and_checkpoint(tmp_path, more):
+@pytest.mark.parametrize("missing", [(), (ROLLOUT,)])
+def test_every_rank_gets_rank_0s_adapter_and_checkpoint(tmp_path, missing):
     """They get the files that a run continues from, and no other file of rank 0's folder, whatever its name is."""
     folder = tmp_path / "checkpoint-2"
     folder.mkdir()
-    files = {name: name.encode() * 999 for name in [*RESUME_FILES, *more]}
+    files = {name: name.encode() * 999 for name in RESUME_FILES if name not in missing}
     for name, data in (files | {"manifest.json": b"{}", "README.md": b"x"}).items():
         (folder / name).write_bytes(data)
 

@@ -15,10 +15,10 @@ from test_distributed import TIMES, learned
 from test_expected_reward import MIXED, REWARDS, scored, step_gradient, trainer_with
 from trainers import apart, batch, loss_and_gradients, make, plain_float32, policy_logps, step_of
 
-from grpo.learn.distributed import ROLLOUT, flat_adapter
+from grpo.learn.distributed import flat_adapter
 from grpo.learn.learner import Learner
 from grpo.model.attention import unwrap_peft
-from grpo.output.checkpoints import checkpoint_fault
+from grpo.output.checkpoints import ROLLOUT, checkpoint_fault
 from grpo.output.folder import cut_logs
 from grpo.output.layout import MANIFEST
 

@@ -16,6 +16,7 @@ from grpo.output import layout
 from grpo.output.folder import prepare_run
 from grpo.output.layout import lock_run
 from grpo.preflight.checks import preflight, run_records
+from grpo.process.ending import Outcome
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def start(monkeypatch, tmp_path, quiet):
                 patch.setenv(name, value)
             patch.setattr(layout, "lock_run", lambda path: [before(), lock_run(path)][1])
             patch.setattr(train_grpo, "preflight", lambda *arguments: [meanwhile(), preflight(*arguments)][1])
-            patch.setattr(train_grpo, "launch", lambda result: launched.append(result.state) or 0)
+            patch.setattr(train_grpo, "launch", lambda result: launched.append(result.state) or Outcome(0))
             code = train_grpo.main(arguments)
         return code, launched[0] if launched else None
 
@@ -84,7 +85,7 @@ def test_a_disk_that_is_full_before_the_first_file_is_named(start, monkeypatch, 
     monkeypatch.setattr("grpo.output.durable.os.replace", full)
     for name, value in environment(tmp_path / "run").items():
         monkeypatch.setenv(name, value)
-    assert launch(preflight(os.environ)) == 1
+    assert launch(preflight(os.environ)).code == 1
     assert "no space left on a disk (`df -h`" in caplog.text and "Traceback" not in caplog.text
     assert not list((tmp_path / "run").iterdir()), "no stray .tmp"
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import ask
@@ -14,6 +15,7 @@ from helpers import QUESTION, ROOT, SYSTEM, read_csv, run_python, run_script
 from runs import assert_same_run
 
 from grpo.harmony import ANSWER_BEFORE
+from grpo.output.layout import ADAPTER, COMPLETE
 
 SETTINGS = {
     "MODEL_ID": "tiny", "DIRECT_ANSWERS": 1, "TOTAL_STEPS": 4, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 6, "SEED": 5,
@@ -28,9 +30,9 @@ def direct_run(tmp_path_factory):
     held_out, profile = folder / "held_out.csv", folder / "days.csv"
     held_out.write_text("".join((ROOT / "data" / "tes_heldout_compact.csv").read_text().splitlines(True)[:13]))
     profile.write_text("".join((ROOT / "data" / "profile_heldout.csv").read_text().splitlines(True)[: 1 + 96]))
-    settings = SETTINGS | {"OUTPUT_DIR": folder / "run", "EVAL_DATA": held_out, "EVAL_PROFILE": profile}
-    done = run_script(**settings, EVAL_STEPS=2)
-    return SimpleNamespace(folder=folder / "run", output=done.stdout, held_out=held_out, profile=profile)
+    settings = SETTINGS | {"EVAL_DATA": held_out, "EVAL_PROFILE": profile, "EVAL_STEPS": 2}
+    run_script(**settings, OUTPUT_DIR=folder / "run")
+    return SimpleNamespace(folder=folder / "run", settings=settings, held_out=held_out, profile=profile)
 
 
 def test_logs_say_nothing_of_what_was_not_sampled(direct_run):
@@ -82,13 +84,16 @@ def test_the_adapter_is_asked_as_in_its_run(direct_run, capsys):
     assert json.dumps(ANSWER_BEFORE)[1:-1] + '", "max_tokens": 1,' in served
 
 
-def test_a_resumed_run_is_exact(tmp_path):
-    """Two and two more steps are four, bit by bit: adapter, metrics and chosen answers."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder, steps in ((whole, 4), (parts, 2), (parts, 4)):
-        done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "TOTAL_STEPS": steps, "EVAL_SAMPLES": 0})
+def test_a_resumed_run_is_exact(direct_run, tmp_path):
+    """A run that was killed after its checkpoint of step 2 is the whole one, bit by bit: adapter, metrics, answers."""
+    folder = tmp_path / "run"
+    shutil.copytree(direct_run.folder, folder)
+    shutil.rmtree(folder / "checkpoint-4")
+    for name in (COMPLETE, ADAPTER):
+        (folder / name).unlink()
+    done = run_script(**direct_run.settings | {"OUTPUT_DIR": folder})
     assert "continuing from step 2" in done.stdout
-    assert_same_run(parts, whole)
+    assert_same_run(folder, direct_run.folder)
 
 
 def test_sft_opens_the_answer_too_and_a_run_starts_from_it(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How programs end: whose output nobody can take, and that are interrupted."""
+"""How programs end: by a result, a failure, a signal, or because nobody takes their output."""
 
 from __future__ import annotations
 
@@ -9,41 +9,58 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import CLEAN, ROOT, run_python
 from runs import wait_until
 
+from grpo.common import InputError
+from grpo.learn.finite import NotFinite
+from grpo.process.ending import (
+    SIGNALS,
+    ExitCode,
+    Finished,
+    StartedRun,
+    UnloadableModel,
+    decide_outcome,
+    exit_codes_text,
+)
+from grpo.process.heartbeat import RankLost
+from grpo.reward.calling import RewardError
+from grpo.rollout.engine import EngineError
+from grpo.rollout.parity import MismatchGrown
+from grpo.settings.table import Settings
+
+ENVIRON = CLEAN | {"PYTHONPATH": str(ROOT)}
 CODE = """
 import sys
-from grpo.process.ending import end_quietly
-sys.exit(end_quietly(lambda: print("x" * int(sys.argv[1])) or 5))
+from grpo.process.ending import {end}
+sys.exit({end}(lambda: print("x" * int(sys.argv[1])) or 5))
 """
+CUT_OFF = b"output: No space left on device\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_of_the_terminal_does_not_change_the_exit_code():
-    environ = CLEAN | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+@pytest.mark.parametrize(
+    ("end", "length", "code", "error"),
+    [
+        ("end_quietly", 9, 5, b""),  # A run that has ended: only its last words are lost.
+        ("end_quietly", 100_000, 1, None),  # The work itself was cut short.
+        ("run_script", 9, 1, CUT_OFF),  # ask.py --csv questions.csv > answers.csv
+        ("run_script", 100_000, 1, CUT_OFF),
+    ],
+)
+def test_a_full_disk_takes_the_output(end, length, code, error):
+    command = [sys.executable, "-c", CODE.format(end=end), str(length)]
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", CODE, "9"], stdout=full, stderr=subprocess.PIPE, env=environ)
-        assert (done.returncode, done.stderr) == (5, b"")
-        done = subprocess.run([sys.executable, "-c", CODE, "100000"], stdout=full, stderr=subprocess.PIPE, env=environ)
-    assert done.returncode not in (0, 5) and b"No space left" in done.stderr, "the work itself was cut short"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("length", [9, 100000])
-def test_answers_that_a_full_disk_cuts_off_are_no_success(length):
-    """`ask.py --csv questions.csv > answers.csv`"""
-    code = CODE.replace("end_quietly", "run_script").replace("or 5", "or 0")
-    with open("/dev/full", "w") as full:
-        environ = CLEAN | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
-        command = [sys.executable, "-c", code, str(length)]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environ)
-    assert (done.returncode, done.stderr) == (1, b"output: No space left on device\n")
+        done = subprocess.run(command, stdout=full, stderr=-1, env=ENVIRON | {"PYTHONUNBUFFERED": ""})
+    assert done.returncode == code
+    assert b"No space left" in done.stderr if error is None else done.stderr == error
 
 
 def test_a_reader_that_is_gone_is_the_signal_of_a_pipe():
-    command = f"{sys.executable} -c '{CODE}' 1000000 | head -c 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, env=CLEAN | {"PYTHONPATH": str(ROOT)})
+    code = CODE.format(end="end_quietly")
+    command = f"{sys.executable} -c '{code}' 1000000 | head -c 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, env=ENVIRON)
     assert done.returncode == 141 and not done.stderr, done.stderr
 
 
@@ -75,28 +92,59 @@ def test_what_a_reward_function_leaves_behind_does_not_keep_a_program_alive(left
     assert (done.stdout, done.stderr) == ("uploaded\n", message)
 
 
-FAILURES = """
+AGAIN = "the same command starts at step 0"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "of_a_script", "of_a_run"),
+    [
+        (InputError("a: no. Do b", "c: no"), 2, "a: no. Do b; c: no", None),
+        (UnloadableModel("no weights"), 1, "model: no weights", "model: no weights"),
+        (MismatchGrown("1 nat"), 3, "PARITY: 1 nat", "PARITY: 1 nat"),
+        (EngineError("no memory"), 4, "vLLM: no memory", "vLLM: no memory"),
+        (NotFinite("nan"), 1, "training: nan", f"training: nan; {AGAIN}: no checkpoint was saved; where it fails"),
+        (RewardError("f raised"), 1, "f raised", f"f raised; when its cause is fixed, {AGAIN}"),
+        (OSError(28, "No space", "out"), 1, "out: No space", "no space left on a disk (`df -h` and `df -i`"),
+        (PermissionError(13, "No", "out"), 1, "out: No", "the run failed (PermissionError: [Errno 13] No: 'out')"),
+        (torch.OutOfMemoryError("full\nx"), 1, "the run failed", "out of memory: full; MICRO_BATCH=3 learns the same"),
+        (KeyboardInterrupt(), 130, "interrupted", f"stopped at once; {AGAIN}"),
+        (KeyboardInterrupt(signal.SIGTERM), 143, "interrupted", f"stopped at once; {AGAIN}"),
+        (RankLost(1, 4, "vLLM: no"), 4, "rank 1 ended: vLLM: no", f"rank 1 ended: vLLM: no; {AGAIN}"),
+        (Finished(Path("run"), 5, 9.6), 0, "complete: 5 steps in 10 s.", "complete: 5 steps in 10 s. Adapter: run, "),
+        (Finished(Path("run"), 5, 9.6, 15), 143, "interrupted at step 5", f"interrupted at step 5; {AGAIN}"),
+        (ZeroDivisionError("x"), 1, "the run failed (Zero", "the run failed (ZeroDivisionError: x); when its"),
+    ],
+)
+def test_how_a_program_ends_decides_its_code_and_words(tmp_path, end, code, of_a_script, of_a_run):
+    script, run = decide_outcome(end), decide_outcome(end, StartedRun(tmp_path, Settings(), micro_batch=6))
+    assert script.code == code and script.reason.startswith(of_a_script)
+    assert of_a_run is None or (run.code == code and run.reason.startswith(of_a_run))
+    assert script.is_fault == of_a_script.startswith("the run failed"), "a traceback only where nobody foresaw it"
+    assert run.is_zipped == isinstance(end, (MismatchGrown, EngineError, NotFinite, torch.OutOfMemoryError))
+
+
+def test_every_sentence_of_an_exit_code_is_in_the_help():
+    listing = [line.split(None, 1) for line in exit_codes_text().splitlines()[2:]]
+    assert listing == [[str(int(code)), code.sentence] for code in ExitCode]
+    assert {ExitCode.CTRL_C, ExitCode.TERMINATED, ExitCode.LOST_TERMINAL} == {128 + number for number in SIGNALS}
+
+
+FAILURE = """
 import sys
 from grpo.reward.calling import RewardError
 from grpo.process.ending import UnloadableModel, run_script
 from grpo.common import InputError
+from grpo.process.ending import run_script
 def fail():
-    raise {error}
+    print("half", end="")
+    raise InputError("a: no. Do b", "c: no. Do d")
 sys.exit(run_script(fail))
 """
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "shown"),
-    [
-        ("InputError('a: no. Do b', 'c: no. Do d')", 2, "a: no. Do b\nc: no. Do d\n"),
-        ("UnloadableModel('no weights')", 1, "model: no weights\n"),
-        ("RewardError('REWARDS: f raised it')", 1, "REWARDS: f raised it\n"),
-        ("OSError(28, 'No space left on device', 'out.json')", 1, "out.json: No space left on device\n"),
-    ],
-)
-def test_a_script_names_what_the_user_can_mend(error, code, shown):
-    assert run_python("-c", FAILURES.format(error=error), code=code).stderr == shown
+def test_a_script_prints_each_problem_and_keeps_its_output():
+    done = run_python("-c", FAILURE, code=2)
+    assert (done.stdout, done.stderr) == ("half", "a: no. Do b\nc: no. Do d\n")
 
 
 SCRIPT = """
@@ -115,10 +163,9 @@ sys.exit(run_script(main))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_script_cleans_up_and_says_so(tmp_path, number):
-    environ = CLEAN | {"PYTHONPATH": str(ROOT)}
     for times in ("once", "twice"):
         process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, times], env=environ, cwd=tmp_path, stdout=-1, stderr=-1, text=True,
+            [sys.executable, "-c", SCRIPT, times], env=ENVIRON, cwd=tmp_path, stdout=-1, stderr=-1, text=True,
             preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # Under nohup SIGHUP is ignored.
         )  # fmt: skip
         assert process.stdout.readline() == "working\n"

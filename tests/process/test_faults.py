@@ -28,7 +28,7 @@ from grpo.output.checkpoints import find_checkpoint, finish_checkpoint
 from grpo.output.durable import read_sealed
 from grpo.output.layout import ADAPTER, COMPLETE, MANIFEST
 from grpo.process import ending
-from grpo.process.ending import SIGNALS, StopRequest, UnloadableModel
+from grpo.process.ending import SIGNALS, StopRequest
 
 
 @pytest.fixture
@@ -68,21 +68,12 @@ def test_a_signal_in_an_evaluation_ends_it_at_once(run_here, monkeypatch, tmp_pa
         assert (tmp_path / "run.zip").exists() and not (tmp_path / "run" / COMPLETE).exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "words"),
-    [
-        (KeyboardInterrupt(signal.SIGTERM), 143, "stopped at once; the same command starts at step 0"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to\nmore"), 1, "MICRO_BATCH=3 learns the same"),
-        (ValueError("odd"), 1, "when its cause is fixed, the same command starts at step 0"),
-        (UnloadableModel("its file is damaged"), 1, "C train_grpo: model: its file is damaged\n"),
-    ],
-)
-def test_a_failure_ends_with_what_to_do_whatever_signals_come(run_here, monkeypatch, tmp_path, error, code, words):
+def test_a_failure_ends_with_what_to_do_whatever_signals_come(run_here, monkeypatch, tmp_path):
     """Another supervisor's SIGTERM comes milliseconds after the first one, or while a failed run is zipped."""
 
     def train(resolved):
         StopRequest().listen()
-        raise error
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to\nmore")
 
     def signalled(real):
         return lambda *arguments: [os.kill(os.getpid(), number) for number in SIGNALS] and real(*arguments)
@@ -90,9 +81,8 @@ def test_a_failure_ends_with_what_to_do_whatever_signals_come(run_here, monkeypa
     monkeypatch.setattr(train_grpo, "train", train)
     for module, name in ((ending, "continuation"), (train_grpo, "write_report_and_zip")):
         monkeypatch.setattr(module, name, signalled(getattr(module, name)))
-    exit_code, log = run_here(MICRO_BATCH=6)
-    assert exit_code == code and words in log
-    assert (tmp_path / "run.zip").exists() is isinstance(error, torch.OutOfMemoryError)
+    code, log = run_here(MICRO_BATCH=6)
+    assert code == 1 and "C train_grpo: MICRO_BATCH=3 learns the same" in log and (tmp_path / "run.zip").exists()
 
 
 def test_a_reward_function_that_fails_loses_no_finished_step(run_here, monkeypatch, tmp_path, capfd):

@@ -14,8 +14,10 @@ import pytest
 import torch
 from ranked import in_ranks, launcher_store
 
-from grpo.process import ranks as ranks_module
-from grpo.process.ranks import LAUNCH_VARIABLES, RankLost, Ranks
+from grpo.process import exchange, heartbeat
+from grpo.process.heartbeat import RankLost
+from grpo.process.launcher import LAUNCH_VARIABLES
+from grpo.process.ranks import Ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host",
             "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -59,6 +61,7 @@ def test_without_a_launcher_a_process_is_alone(missing):
     [
         ({"RANK": "5"}, "RANK=5, WORLD_SIZE=2, .*: a rank is a number from 0 to one below"),
         ({"RANK": "-1"}, "RANK=-1, "),
+        ({"RANK": "x"}, "RANK, WORLD_SIZE, .*: invalid literal"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2, LOCAL_WORLD_SIZE=2"),
         ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3"),
         ({"TORCHELASTIC_USE_AGENT_STORE": ""}, "WORLD_SIZE=2 was not set by torchrun or `accelerate launch`"),
@@ -101,7 +104,7 @@ def test_all_hear_the_same():
 
 
 def test_nobody_waits_for_ever(monkeypatch):
-    monkeypatch.setattr(ranks_module, "CONNECT_S", 0.3)
+    monkeypatch.setattr(exchange, "CONNECT_S", 0.3)
     with launcher_store() as (port, _), pytest.raises(RankLost, match="rank 1 ended: it did not connect within"):
         Ranks(0, 2, 0, 2, "127.0.0.1", port).connect()
 
@@ -109,7 +112,7 @@ def test_nobody_waits_for_ever(monkeypatch):
 @pytest.mark.parametrize(("machines", "rounds"), [(1, 2), (2, 45)])
 def test_a_stopped_process_is_waited_for(monkeypatch, machines, rounds):
     """On the same machine also where it is stopped for longer than a machine may be silent."""
-    monkeypatch.setattr(ranks_module, "SILENT_ROUNDS", rounds)
+    monkeypatch.setattr(heartbeat, "SILENT_ROUNDS", rounds)
 
     def go_on_later(port, host, pids):
         while psutil.Process(pids[1]).status() != psutil.STATUS_STOPPED:
@@ -131,7 +134,7 @@ def test_a_stopped_process_is_waited_for(monkeypatch, machines, rounds):
 @pytest.mark.parametrize(("dead", "local_size"), [(0, 3), (2, 1)])
 def test_who_is_killed_is_named(monkeypatch, dead, local_size):
     """By all others, also where it had said something before. On another machine its silence says it."""
-    monkeypatch.setattr(ranks_module, "SILENT_ROUNDS", 3)
+    monkeypatch.setattr(heartbeat, "SILENT_ROUNDS", 3)
 
     def killed(ranks):
         ranks.share(0)
@@ -161,7 +164,7 @@ def test_the_last_message_arrives():
 
 def test_a_process_that_does_not_notice_is_ended(monkeypatch, tmp_path):
     """A process in a rollout is an example. It is ended after it was told which process is gone."""
-    monkeypatch.setattr(ranks_module, "GRACE_S", 0.2)
+    monkeypatch.setattr(heartbeat, "GRACE_S", 0.2)
     ready, message = tmp_path / "ready", tmp_path / "message"
 
     def busy(ranks):
@@ -181,7 +184,7 @@ def test_a_process_that_does_not_notice_is_ended(monkeypatch, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_store_that_is_gone_is_rank_0s_machine(monkeypatch, number):
     """Whether it closes its connections or, as a machine without power, never answers again."""
-    monkeypatch.setattr(ranks_module, "SILENT_ROUNDS", 3)
+    monkeypatch.setattr(heartbeat, "SILENT_ROUNDS", 3)
 
     def wait(ranks):
         time.sleep(100 * (ranks.rank == 0))

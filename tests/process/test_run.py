@@ -18,8 +18,8 @@ from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held,
 
 from grpo.data.prompts import prompt_order
 from grpo.output.best import loading_advice, read_best
-from grpo.output.checkpoints import find_checkpoint
-from grpo.output.layout import COMPLETE
+from grpo.output.checkpoints import LOADING_FILES, RESUME_FILES, ROLLOUT, find_checkpoint
+from grpo.output.layout import COMPLETE, MANIFEST
 from grpo.output.logs import COMPLETIONS, METRICS
 
 
@@ -39,6 +39,8 @@ def test_what_a_run_leaves(whole_run):
     expected = "adapter_model.safetensors adapter_config.json tokenizer.json chat_template.jinja training.log"
     expected += " metrics.csv completions.csv settings.json versions.json evaluation.json checkpoint-6"
     assert set(expected.split()) <= names and not list(whole_run.rglob("*.tmp"))
+    saved = {path.name for path in (whole_run / "checkpoint-6").iterdir()}
+    assert saved == {*RESUME_FILES, *LOADING_FILES, MANIFEST} - {ROLLOUT}
     metrics, completions = read_csv(whole_run / "metrics.csv"), read_csv(whole_run / "completions.csv")
     own = ["reward/action", "reward/hold"]
     assert list(metrics[0]) == [*METRICS, *own, "log_metric"]
