@@ -21,17 +21,14 @@ from grpo.output import upload as hub
 from grpo.output.logs import COMPLETIONS, METRICS
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import Machine
-from grpo.plan.memory import PlanInputs, plan_memory
+from grpo.plan.memory import Plan, PlanInputs, plan_memory
 from grpo.preflight.resolve import resolve_checkpointing, resolve_experts
 from grpo.settings.help import setting_rows
 from grpo.settings.parsing import MAY_CHANGE
 from grpo.settings.table import Settings
 
-# The settings to choose for a first real run, besides DATA and OUTPUT_DIR, which stand in the README's commands.
-KEY_SETTINGS = (
-    "REWARDS", "TOTAL_STEPS", "PROMPTS_PER_STEP", "NUM_GENERATIONS", "MAX_COMPLETION_LEN", "LEARNING_RATE", "LORA_R",
-)  # fmt: skip
 PROMPT_TOKENS = 940  # of the longest TES prompt
+LENGTHS = (512, Settings.MAX_COMPLETION_LEN)  # of the completions in the README's table of cards
 # Name, compute capability, GiB that are free, and the results of 12 x 8 completions of 512 and of 4,000 tokens, if any.
 CARDS = (
     ("RTX 4090, A10 (24 GB)", 8.9, 23.0),
@@ -66,37 +63,32 @@ def recorded_values(name: str) -> dict[str, float]:
     return {figure["name"]: figure["value"] for figure in record["figures"]}
 
 
+def plan_for_card(card: str, capability: float, free: float, length: int) -> tuple[Settings, Plan]:
+    """The settings that `auto` chooses on a card with `free` GiB for completions of `length` tokens, and their plan."""
+    machine = Machine(card, 1, free, free, 64.0, 16, "x86_64", capability)
+    inputs = PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
+    settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=length)
+    settings = replace(settings, EXPERTS=resolve_experts(settings, inputs)[0])
+    settings = replace(settings, GRADIENT_CHECKPOINTING=resolve_checkpointing(settings, inputs)[0])
+    return settings, plan_memory(settings, inputs)
+
+
 def fitting_cards() -> str:
     """The README's table of cards: what the plan chooses and needs there, and what was measured."""
     rows = []
     for card, capability, free, *results in CARDS:
-        machine = Machine(card, 1, free, free, 64.0, 16, "x86_64", capability)
-        cells = [card]
-        for length in (512, Settings.MAX_COMPLETION_LEN):
-            settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=length)
-            inputs = PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
-            settings = replace(settings, EXPERTS=resolve_experts(settings, inputs)[0])
-            settings = replace(settings, GRADIENT_CHECKPOINTING=resolve_checkpointing(settings, inputs)[0])
-            cells.append(f"{plan_memory(settings, inputs).peak:.0f} GiB, `{settings.EXPERTS}`")
-        for result in results:
-            values = recorded_values(result)
-            cells.append(f"{values['step_s']:.1f} s, {values['job_peak_gib']:.0f} GiB")
-        rows.append(cells + [""] * (5 - len(cells)))
-    longest = f"{Settings.MAX_COMPLETION_LEN:,}"
-    header = ["Card", "512 tokens, planned", f"{longest} tokens, planned", "512, measured", f"{longest}, measured"]
-    return table(header, rows)
-
-
-def key_settings() -> str:
-    """The README's table of the settings to choose for a first run."""
-    settings = ((name, default, text) for _, name, default, _, _, text in setting_rows() if name in KEY_SETTINGS)
-    rows = [[f"`{name}`", f"`{default}`", text] for name, default, text in settings]
-    return table(["Setting", "Default", "Meaning"], rows)
+        (settings, short), (same, long) = (plan_for_card(card, capability, free, length) for length in LENGTHS)
+        assert settings.EXPERTS == same.EXPERTS, f"{card}: EXPERTS depends on the length, which the table cannot show"
+        seconds = [f"{recorded_values(result)['step_s']:.1f}" for result in results]
+        peaks = [f"{plan.peak:.0f}" for plan in (short, long)]
+        rows.append([card, f"`{settings.EXPERTS}`", *peaks, *seconds, *[""] * (2 - len(seconds))])
+    measures = [f"{measure}, {length:,} tokens" for measure in ("GiB", "s a step") for length in LENGTHS]
+    return table(["Card", "`EXPERTS`", *measures], rows)
 
 
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"cards": fitting_cards, "key settings": key_settings},
+    "README.md": {"cards": fitting_cards},
     "docs/settings.md": {"settings": settings_tables},
     "docs/metrics.md": {
         "metrics.csv": functools.partial(columns_table, METRICS),
