@@ -26,6 +26,7 @@ from grpo.preflight.resolve import resolve_checkpointing, resolve_experts
 from grpo.settings.help import setting_rows
 from grpo.settings.parsing import MAY_CHANGE
 from grpo.settings.table import Settings
+from scripts.dev import architecture
 
 PROMPT_TOKENS = 940  # of the longest TES prompt
 LENGTHS = (512, Settings.MAX_COMPLETION_LEN)  # of the completions in the README's table of cards
@@ -86,6 +87,13 @@ def fitting_cards() -> str:
     return table(["Card", "`EXPERTS`", *measures], rows)
 
 
+def picture_of_a_run() -> str:
+    """docs/architecture.svg: the default job on the card that is rented most, and on the smallest."""
+    (h100, *_), (small, *_) = ([card for card in CARDS if name in card[0]] for name in ("H100", "24 GB"))
+    machines = ((card, capability, free) for card, capability, free, *_ in (h100, small))
+    return architecture.draw({card: plan_for_card(card, *facts, LENGTHS[1]) for card, *facts in machines})
+
+
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"cards": fitting_cards},
@@ -97,8 +105,13 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
 }
 
 
+PICTURE = "docs/architecture.svg"
+
+
 def regenerated(page: str) -> str:
-    """The text of a page, with its generated parts made anew."""
+    """The text of a page, with its generated parts made anew; the picture is made as a whole."""
+    if page == PICTURE:
+        return picture_of_a_run()
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, make in GENERATED[page].items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
@@ -111,9 +124,10 @@ def regenerated(page: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    for page in GENERATED:
+    pages = [*GENERATED, PICTURE]
+    for page in pages:
         (ROOT / page).write_text(regenerated(page), encoding="utf-8")
-    print(f"written: {', '.join(GENERATED)}")
+    print(f"written: {', '.join(pages)}")
     return 0
 
 
