@@ -54,13 +54,6 @@ def test_named_files_are_there(page):
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
 
 
-def test_modules_of_the_code_map_are_there():
-    text = (ROOT / "docs" / "maintainers" / "code.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.(?:py|toml))`", text))
-    assert len(named) > 20
-    assert not [name for name in sorted(named) if not (ROOT / name).exists() and not (ROOT / "grpo" / name).exists()]
-
-
 @pytest.mark.parametrize("page", CURRENT, ids=lambda p: p.name)
 def test_named_settings_are_settings(page):
     """A setting that was renamed or removed must not be offered any more, nor a value that is none of its choices."""
