@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documentation: generated parts are current, links work, named files, settings and options exist, and pages are short."""
+"""Documentation: generated parts are current, links work, named things exist, and pages are short."""
 
 import json
 import re

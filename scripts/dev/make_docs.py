@@ -4,7 +4,8 @@
 
     python scripts/dev/make_docs.py
 
-The marked parts of README.md and docs/ lie between comments: NAME: begin, NAME: end. tests/test_docs.py compares them.
+The marked parts of README.md and docs/ lie between comments: NAME: begin, NAME: end. docs/architecture.svg is made as a
+whole. tests/test_docs.py compares them.
 """
 
 import argparse
