@@ -4,7 +4,8 @@
 
     python scripts/dev/make_docs.py
 
-The marked parts of README.md and docs/ lie between comments: NAME: begin, NAME: end. tests/test_docs.py compares them.
+The marked parts of README.md and docs/ lie between comments: NAME: begin, NAME: end. docs/architecture.svg is made as a
+whole. tests/test_docs.py compares them.
 """
 
 import argparse
@@ -21,18 +22,16 @@ from grpo.output import upload as hub
 from grpo.output.logs import COMPLETIONS, METRICS
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import Machine
-from grpo.plan.memory import PlanInputs, plan_memory
+from grpo.plan.memory import Plan, PlanInputs, plan_memory
 from grpo.preflight.choices import choose_checkpointing, choose_experts
 from grpo.process.ending import ExitCode
 from grpo.settings.help import setting_rows
 from grpo.settings.parsing import MAY_CHANGE
 from grpo.settings.table import Settings
+from scripts.dev import architecture
 
-# The settings to choose for a first real run, besides DATA and OUTPUT_DIR, which stand in the README's commands.
-KEY_SETTINGS = (
-    "REWARDS", "TOTAL_STEPS", "PROMPTS_PER_STEP", "NUM_GENERATIONS", "MAX_COMPLETION_LEN", "LEARNING_RATE", "LORA_R",
-)  # fmt: skip
 PROMPT_TOKENS = 940  # of the longest TES prompt
+LENGTHS = (512, Settings.MAX_COMPLETION_LEN)  # of the completions in the README's table of cards
 # Name, compute capability, GiB that are free, and the results of 12 x 8 completions of 512 and of 4,000 tokens, if any.
 CARDS = (
     ("RTX 4090, A10 (24 GB)", 8.9, 23.0),
@@ -67,32 +66,34 @@ def recorded_values(name: str) -> dict[str, float]:
     return {figure["name"]: figure["value"] for figure in record["figures"]}
 
 
+def plan_for_card(card: str, capability: float, free: float, length: int) -> tuple[Settings, Plan]:
+    """The settings that `auto` chooses on a card with `free` GiB for completions of `length` tokens, and their plan."""
+    machine = Machine(card, 1, free, free, 64.0, 16, "x86_64", capability)
+    inputs = PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
+    settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=length)
+    settings = replace(settings, EXPERTS=choose_experts(settings, inputs).value)
+    settings = replace(settings, GRADIENT_CHECKPOINTING=choose_checkpointing(settings, inputs).value)
+    return settings, plan_memory(settings, inputs)
+
+
 def fitting_cards() -> str:
     """The README's table of cards: what the plan chooses and needs there, and what was measured."""
     rows = []
     for card, capability, free, *results in CARDS:
-        machine = Machine(card, 1, free, free, 64.0, 16, "x86_64", capability)
-        cells = [card]
-        for length in (512, Settings.MAX_COMPLETION_LEN):
-            settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=length)
-            inputs = PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
-            settings = replace(settings, EXPERTS=choose_experts(settings, inputs).value)
-            settings = replace(settings, GRADIENT_CHECKPOINTING=choose_checkpointing(settings, inputs).value)
-            cells.append(f"{plan_memory(settings, inputs).peak:.0f} GiB, `{settings.EXPERTS}`")
-        for result in results:
-            values = recorded_values(result)
-            cells.append(f"{values['step_s']:.1f} s, {values['job_peak_gib']:.0f} GiB")
-        rows.append(cells + [""] * (5 - len(cells)))
-    longest = f"{Settings.MAX_COMPLETION_LEN:,}"
-    header = ["Card", "512 tokens, planned", f"{longest} tokens, planned", "512, measured", f"{longest}, measured"]
-    return table(header, rows)
+        (settings, short), (same, long) = (plan_for_card(card, capability, free, length) for length in LENGTHS)
+        assert settings.EXPERTS == same.EXPERTS, f"{card}: EXPERTS depends on the length, which the table cannot show"
+        seconds = [f"{recorded_values(result)['step_s']:.1f}" for result in results]
+        peaks = [f"{plan.peak:.0f}" for plan in (short, long)]
+        rows.append([card, f"`{settings.EXPERTS}`", *peaks, *seconds, *[""] * (2 - len(seconds))])
+    measures = [f"{measure}, {length:,} tokens" for measure in ("GiB", "s a step") for length in LENGTHS]
+    return table(["Card", "`EXPERTS`", *measures], rows)
 
 
-def key_settings() -> str:
-    """The README's table of the settings to choose for a first run."""
-    settings = ((name, default, text) for _, name, default, _, _, text in setting_rows() if name in KEY_SETTINGS)
-    rows = [[f"`{name}`", f"`{default}`", text] for name, default, text in settings]
-    return table(["Setting", "Default", "Meaning"], rows)
+def picture_of_a_run() -> str:
+    """docs/architecture.svg: the default job on the card that is rented most, and on the smallest."""
+    (h100, *_), (small, *_) = ([card for card in CARDS if name in card[0]] for name in ("H100", "24 GB"))
+    machines = ((card, capability, free) for card, capability, free, *_ in (h100, small))
+    return architecture.draw({card: plan_for_card(card, *facts, LENGTHS[1]) for card, *facts in machines})
 
 
 def exit_codes() -> str:
@@ -102,7 +103,8 @@ def exit_codes() -> str:
 
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"cards": fitting_cards, "key settings": key_settings, "exit codes": exit_codes},
+    "README.md": {"cards": fitting_cards},
+    "docs/report.md": {"exit codes": exit_codes},
     "docs/settings.md": {"settings": settings_tables},
     "docs/metrics.md": {
         "metrics.csv": functools.partial(columns_table, METRICS),
@@ -111,8 +113,13 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
 }
 
 
+PICTURE = "docs/architecture.svg"
+
+
 def regenerated(page: str) -> str:
-    """The text of a page, with its generated parts made anew."""
+    """The text of a page, with its generated parts made anew; the picture is made as a whole."""
+    if page == PICTURE:
+        return picture_of_a_run()
     text = (ROOT / page).read_text(encoding="utf-8")
     for name, make in GENERATED[page].items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
@@ -125,9 +132,10 @@ def regenerated(page: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=reflow(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    for page in GENERATED:
+    pages = [*GENERATED, PICTURE]
+    for page in pages:
         (ROOT / page).write_text(regenerated(page), encoding="utf-8")
-    print(f"written: {', '.join(GENERATED)}")
+    print(f"written: {', '.join(pages)}")
     return 0
 
 
