@@ -16,7 +16,6 @@ from machines import only
 
 from grpo.common import Problems
 from grpo.plan.targets import check_targets
-from grpo.preflight.choices import ATTENTION
 from grpo.settings.environment import load_settings, unknown_variables
 from grpo.settings.foreign import ADVICE, COMMON_WORDS, OTHER_VALUES, SYNONYMS, TRL_ONLY, TRL_REASONS, UNSUPPORTED
 from grpo.settings.hints import flag_answers, nearest_setting
@@ -236,14 +235,6 @@ def test_peft_s_names_of_targets_become_those_that_are_accepted(typed, ours):
     assert line.endswith(f"set LORA_TARGETS={ours}" if ours else "or 7.experts (of layer 7))")
     check_targets(ours or "all-linear", None, problems := Problems())
     assert not problems
-
-
-def test_every_attention_that_transformers_knows_is_accepted_or_answered():
-    functions = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-    own = {name for name, function in functions.items() if function.__module__.startswith("transformers.")}
-    words = {name for name in own if "|" not in name and "/" not in name}
-    answered = {value for setting, value in OTHER_VALUES if setting == "ATTN_IMPL"}
-    assert "sdpa" in words and words <= answered | set(ATTENTION)
 
 
 def test_values_of_other_trainers_are_answered_with_what_is_accepted():

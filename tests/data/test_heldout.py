@@ -172,3 +172,7 @@ def test_settings_decide_what_is_held_out(tmp_path):
     ):
         split = read_split(Settings(DATA=str(data), **changes), problems := Problems())
         assert (len(split.train), len(split.heldout)) == (train, held) and not problems, changes
+        without = read_split(Settings(DATA=str(data), **changes), problems, train_only=True)
+        assert without.train == split.train and not without.heldout, "where nothing is evaluated"
+    read_split(Settings(DATA=str(data), EVAL_DATA="missing.csv"), problems, train_only=True)
+    assert not problems, "it is not read then"

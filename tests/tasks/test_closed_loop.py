@@ -33,14 +33,6 @@ CASES = read_windows(ROOT / "data" / "profile_heldout.csv")
 WINDOWS = [window for _, window in CASES]
 
 
-def test_the_best_action_of_the_exact_values_reproduces_the_optimum():
-    trace = closed_loop(WINDOWS, loop.optimal_policy(WINDOWS))
-    for priced, window in zip(loop.outcome(trace, WINDOWS)["priced_kg"], WINDOWS, strict=True):
-        solution, low5 = window.solve(), sum(sorted(window.co2[3].tolist())[:5]) / 5
-        value = np.interp(150.0, solution.nodes[0], solution.values[0])
-        assert priced == pytest.approx(-PLANT.cost_scale * value + 150.0 * low5 / 4, abs=1e-6)
-
-
 @pytest.mark.parametrize("action", (0, 2))
 def test_always_the_same_equals_a_simulation_by_hand(action):
     """Hour by hour, and its costs and what is taken out of the storage added up."""

@@ -159,21 +159,6 @@ def test_a_failed_rollout_ends_the_run(monkeypatch):
         queue._sync_metadata_from_transfer_queue()
 
 
-def test_the_critic_takes_the_attention_that_the_options_name(monkeypatch):
-    """verl calls the replaced function by keyword, and asks whether TRL is there."""
-    in_place_of_verl(monkeypatch, "verl.utils.import_utils")
-    in_place_of_verl(monkeypatch, "verl.utils.model")
-    monkeypatch.delitem(sys.modules, "grpo.verl.critic", raising=False)
-    from grpo.verl import critic
-
-    loaded = lambda *arguments, **options: (arguments, options)  # noqa: E731
-    monkeypatch.setattr(critic.AutoModelForTokenClassification, "from_pretrained", loaded)
-    load, config = sys.modules["verl.utils.model"].load_valuehead_model, SimpleNamespace(_attn_implementation="sdpa")
-    args, options = load(local_path="folder", torch_dtype="bf16", model_config=config, trust_remote_code=False)
-    assert args == ("folder",) and options["attn_implementation"] == "sdpa" and options["config"] is config
-    assert not sys.modules["verl.utils.import_utils"].is_trl_available()
-
-
 def test_the_manager_tells_tokens_and_end(monkeypatch):
     """verl's own base class is not here: the manager takes three attributes of it."""
 
@@ -208,10 +193,3 @@ def test_the_manager_tells_tokens_and_end(monkeypatch):
         assert result == {"reward_score": 0.5, "reward_extra_info": {"score": 0.5}}
         extra_info = {"row": "r", "truncated": truncated, "completion_ids": ids, "harmony": True}
         assert calls.pop() == {"solution_str": text, "extra_info": extra_info}
-
-
-@pytest.mark.parametrize("gpus", ["-3", "0", "2.5"])
-def test_there_is_no_such_number_of_gpus(settings, capsys, gpus):
-    with pytest.raises(SystemExit) as end:
-        script.main(["grpo", "--dry-run", "--gpus", gpus])
-    assert end.value.code == 2 and "is not int from 1 to" in capsys.readouterr().err
