@@ -89,10 +89,8 @@ def test_a_reward_function_that_fails_loses_no_finished_step(run_here, monkeypat
     """At step 4, with a checkpoint at 2: one of step 3 is saved."""
     fixed = tmp_path / "fixed"
     failing = f"columns['trainer_state'].global_step == 3 and not __import__('pathlib').Path({str(fixed)!r}).exists()"
-    code = (
-        f"def score(completions, **columns):\n    return [1 / (not ({failing})) * len(text) for text in completions]\n"
-    )
-    (tmp_path / "mine.py").write_text(code)
+    values = f"[1 / (not ({failing})) * len(text) for text in completions]"
+    (tmp_path / "mine.py").write_text(f"def score(completions, **columns):\n    return {values}\n")
     monkeypatch.syspath_prepend(tmp_path)
     code, log = run_here(REWARDS="action,mine:score=0.01", TOTAL_STEPS=4)
     shown = capfd.readouterr().out
@@ -149,16 +147,12 @@ def test_weights_that_are_not_finite_are_not_saved(run_here, monkeypatch, tmp_pa
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-1"]
     weights = load_file(folder / "checkpoint-1" / ADAPTER)
     save_file({name: tensor * math.nan for name, tensor in weights.items()}, folder / "checkpoint-1" / ADAPTER)
-    finish_checkpoint(folder / "checkpoint-1", {name: tuple(end) for name, end in ends_of(folder).items()})
+    finish_checkpoint(folder / "checkpoint-1", read_sealed(folder / "checkpoint-1" / MANIFEST)["ends"])
     code, log = run_here(**settings)
     assert code == 1 and "the weights of checkpoint-1 are not finite: delete it to continue from" in log
     shutil.rmtree(folder / "checkpoint-1")
     code, log = run_here(**settings)
     assert code == 0 and re.search(r"complete: 3 steps in \d+ s", log)
-
-
-def ends_of(folder):
-    return read_sealed(folder / "checkpoint-1" / MANIFEST)["ends"]
 
 
 JUDGE = """
@@ -181,9 +175,7 @@ def test_a_judge_that_fails_in_an_evaluation_loses_no_finished_step(run_here, mo
     data = ROOT / "data/tes_heldout_compact.csv"
     settings = dict(REWARDS="my_judge:judge", DATA=data, TOTAL_STEPS=3, SAVE_STEPS=99, EVAL_STEPS=1, EVAL_SAMPLES=1)
     code, log = run_here(**settings, EVAL_EXACT=0, INVALID_REWARD=0, MAX_COMPLETION_LEN=12)
-    assert (
-        code == 1 and "REWARDS: my_judge:judge raised ConnectionError: the judge is away (my_judge.py, line 6)" in log
-    )
+    assert code == 1 and "my_judge:judge raised ConnectionError: the judge is away (my_judge.py, line 6)" in log
     assert "step 2 was not measured" in log and "the same command continues from step 2" in log
     steps = read_csv(tmp_path / "run" / "metrics.csv")
     assert [bool(row["heldout_reward"]) for row in steps] == [True, False]
