@@ -8,8 +8,8 @@
     python scripts/dev/reliability.py --jobs 24 --minutes 8 --out some.json    # no case begins later
 
 docs/maintainers/reliability.md, "The campaign", says what the parts do. All runs on CPU cores, without a network. A
-case's choices depend on its name and the seed alone, kills after a delay also on the machine's speed. The folder of a case with a
-finding is kept. The JSON is written every ten seconds.
+case's choices depend on its name and the seed alone, kills after a delay also on the machine's speed. The folder of a
+case with a finding is kept. The JSON is written every ten seconds.
 
 Exit codes: 0 no finding, 1 findings (printed, with how to do them again), 2 bad options.
 """
