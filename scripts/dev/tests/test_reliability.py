@@ -97,7 +97,6 @@ def test_everything_that_differs_is_named(folder):
     for path, reward in ((whole, "0.25"), (case, "0.5")):
         (path / "run").mkdir()
         (path / "run" / "metrics.csv").write_text(f"step,step_s,reward/action\n1,{reward},{reward}\n")
-        (path / "figures.json").write_text(json.dumps({"figures": [{"value": float(reward), "unit": "s"}]}))
         (path / "b.json").write_text(json.dumps({"folder": str(path), "value": reward}))
         with zipfile.ZipFile(path / "run.zip", "w") as archive:
             archive.writestr(f"run/{ADAPTER}", reward)
