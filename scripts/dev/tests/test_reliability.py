@@ -152,14 +152,3 @@ def test_the_commands_are_accepted(tmp_path, monkeypatch, name):
     words = PROGRAMS[name].command.format(case=tmp_path, inputs=tmp_path / "inputs").split()
     settings = dict(word.split("=", 1) for word in words if word.partition("=")[0].isupper())
     assert not preflight(settings).problems
-
-
-@pytest.mark.slow
-def test_a_real_program_is_killed_and_continued(tmp_path):
-    """While it writes its adapter; the whole campaign takes a machine with many cores."""
-    reliability.prepare(tmp_path, ["sft"], 1)
-    program, whole, case = PROGRAMS["sft"], tmp_path / "whole" / "sft", tmp_path / "kills" / "sft-0"
-    operations = int((whole / "operations" / "sft").read_text())
-    assert run_command(program, case, Moment("sft", str(operations), KILL)) == -signal.SIGKILL
-    assert not (case / "adapter" / ADAPTER).exists() and (case / "adapter" / "settings.json").exists()
-    assert run_command(program, case) == 0 and not faults_of(program, case, whole)
