@@ -5,11 +5,10 @@
     python scripts/dev/reliability.py --out all.json --jobs 24
     python scripts/dev/reliability.py --part kills --only sft export --size 5 --out few.json
     python scripts/dev/reliability.py --part kills --only sft/13 --out one.json   # case 13 again
-    python scripts/dev/reliability.py --jobs 24 --minutes 8 --out some.json    # no case begins later
 
 docs/maintainers/reliability.md, "The campaign", says what the parts do. All runs on CPU cores, without a network. A
 case's choices depend on its name and the seed alone, kills after a delay also on the machine's speed. The folder of a
-case with a finding is kept. The JSON is written every ten seconds.
+case with a finding is kept.
 
 Exit codes: 0 no finding, 1 findings (printed, with how to do them again), 2 bad options.
 """
@@ -51,8 +50,7 @@ OUTPUT, TEMPORARY = "output.txt", "tmp"  # A case's output and its TMPDIR, in it
 OF_OTHERS = r"torchelastic_.*|(?:tmp)?[a-z0-9_]{8}"
 LATE_S = {"kills": 120.0, "signals": 40.0}  # Seconds in which the others end after the first process.
 NOT_COMPARED = ("sha256", "seconds", "date", "machine", "command", "commit", "versions")  # keys of JSON files
-FIGURES = """
-{0}_cases | runs | of {{{0}_asked}} asked for
+FIGURES = """{0}_cases | runs |
 {0}_signals | signals | struck them
 {0}_different | runs | did not end or continue as they should, had another result, or left something behind
 """
@@ -226,7 +224,6 @@ def parse_args() -> argparse.Namespace:
     add("--size", type=count, help="at most so many cases of each program and part")
     add("--seed", type=int, default=1, help="of every choice (default 1)")
     add("--jobs", type=count, default=2, help="cases side by side (default 2)")
-    add("--minutes", type=in_range(0, 10**6), default=10**6, help="no case begins later (default: no limit)")
     text = "folder of all cases; the last campaign's is deleted"
     add("--run", type=Path, default=Path("runs/reliability"), help=text)
     options = parser.parse_args()
@@ -242,31 +239,23 @@ def parse_args() -> argparse.Namespace:
 
 
 def chosen_cases(options: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """(part, program, number) of the chosen cases. When time is up, about the same share of each program has run."""
-    shares = []
-    for part, (name, chosen) in itertools.product(options.part, options.chosen.items()):
+    """(part, program, number) of the chosen cases."""
+    cases = []
+    for part, (name, numbers) in itertools.product(options.part, options.chosen.items()):
         limit = getattr(PROGRAMS[name], part)
-        numbers = chosen or range(min(limit, options.size or limit))
-        shares += [(place / len(numbers), part, name, case) for place, case in enumerate(numbers)]
-    return [(part, name, case) for _, part, name, case in sorted(shares, key=lambda share: share[0])]
+        cases += [(part, name, number) for number in numbers or range(min(limit, options.size or limit))]
+    return cases
 
 
 def main() -> int:
     options = parse_args()
-    from scripts.dev.record import fresh_folder, save, tabled, write  # Imported here: --help needs no torch.
+    from scripts.dev.record import fresh_folder, tabled, write  # Imported here: --help needs no torch.
 
-    folder = fresh_folder(options.run.resolve())
-    deadline, cases, values = time.monotonic() + 60 * options.minutes, chosen_cases(options), Counter[str]()
+    folder, cases, values = fresh_folder(options.run.resolve()), chosen_cases(options), Counter[str]()
     prepare(folder, sorted({name for _, name, _ in cases}), options.jobs)
-    values.update(f"{part}_{name}_asked" for part, name, _ in cases)
-    saved = 0.0
-    subjects = dict.fromkeys(f"{part}_{name}" for part, name, _ in cases)
-    table = "".join(FIGURES.format(subject).lstrip() for subject in subjects)
 
-    def run_case(case: tuple[str, str, int]) -> tuple[str, int] | None:
+    def run_case(case: tuple[str, str, int]) -> tuple[str, int]:
         part, name, number = case
-        if time.monotonic() > deadline:
-            return None
         try:
             finding, signals = attack(folder, part, name, number, options.seed)
         except Exception as error:  # A start that hangs, a process that goes on, or a file that is not there.
@@ -277,20 +266,13 @@ def main() -> int:
         return finding, signals
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        for (part, name, number), outcome in zip(cases, pool.map(run_case, cases), strict=True):
-            if outcome is None:
-                continue
-            finding, signals = outcome
-            subject = f"{part}_{name}"
-            values[f"{subject}_cases"] += 1
-            values[f"{subject}_signals"] += signals
-            values[f"{subject}_different"] += bool(finding)
+        for (part, name, number), (finding, signals) in zip(cases, pool.map(run_case, cases), strict=True):
+            figures = {"cases": 1, "signals": signals, "different": bool(finding)}
+            values.update({f"{part}_{name}_{figure}": count for figure, count in figures.items()})
             if finding:
                 again = f"--part {part} --seed {options.seed} --only {name}/{number}"
                 print(f"FOUND {part} {name}/{number}: {finding}\n  in {folder / part}; again: {again}", flush=True)
-            if time.monotonic() > saved + 10:  # Asking for this machine's facts takes a second.
-                save(options.out, tabled(table, values))
-                saved = time.monotonic()
+    table = "".join(FIGURES.format(f"{part}_{name}") for part, name in dict.fromkeys((p, n) for p, n, _ in cases))
     write(options.out, tabled(table, values))
     return int(any(values[f"{part}_{name}_different"] for part, name, _ in cases))
 

@@ -16,7 +16,6 @@ from grpo.settings.parsing import load_settings
 from scripts.dev import proof
 from scripts.dev.proof import run_settings
 from scripts.dev.proof_data import SCALES, reasoning
-from scripts.dev.record import plant_figures
 from scripts.dev.warmup_rows import CHAIN
 
 
@@ -61,19 +60,6 @@ def test_collect_judges_by_intervals(tmp_path, monkeypatch, low, plant, code):
     assert "regret_percent_rule" not in named and named["reward_gain"] == 0.1
     assert not plant or named["co2_kg_trained"] == plant["totals"]["trained"]["co2_kg"]
     assert (results.parent / "proof-report.html").is_file()
-
-
-def test_figures_of_a_policy_that_left_load_name_the_worst_window_beside_its_interval():
-    interval = {"regret_percent": 8.0, "regret_percent_low": 5.0, "regret_percent_high": 12.0}
-    served = interval | {"unserved_windows": 0, "worst_window": None, "worst_unserved_kwh": 0.0}
-    unserved = interval | {"unserved_windows": 2, "worst_window": "july: 2025-07-07", "worst_unserved_kwh": 6.5}
-    figures = plant_figures({"totals": {"base": served, "trained": unserved}})
-    assert [(row["name"], row["value"], row["note"]) for row in figures] == [
-        ("unserved_windows_base", 0, ""),
-        ("regret_percent_base", 8.0, "95% interval over windows 5.00 to 12.00"),
-        ("unserved_windows_trained", 2, "worst july: 2025-07-07, 6.50 kWh"),
-        ("regret_percent_trained", 8.0, "95% interval over windows 5.00 to 12.00, which cannot show rare losses"),
-    ]
 
 
 @pytest.mark.parametrize(
