@@ -64,18 +64,20 @@ def copy_to_own_segment(tensor: torch.Tensor, device: torch.device) -> torch.Ten
     return segment.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
-def load_quantized(model_path: str, attention: str, device: str, packed: bool = True) -> PreTrainedModel:
-    """The model with MXFP4 experts as in the checkpoint, and everything else as `from_pretrained` loads it. If not
-    `packed`, vLLM is to lend experts, embeddings and head: until then the experts have no weights, and embeddings and
-    head are a single NaN, expanded.
+def load_checkpoint(model_path: str, attention: str, device: str, packed: bool = True) -> PreTrainedModel:
+    """The model of a checkpoint, frozen and in BF16. QuantizedExperts hold MXFP4 experts as they are stored, because
+    transformers' own MXFP4 kernels have no backward pass. If not `packed`, vLLM is to lend experts, embeddings and
+    head: until then the experts have no weights, and embeddings and head are a single NaN, expanded.
 
-    QuantizedExperts replace the experts of transformers, whose MXFP4 kernels have no backward pass. Raises ValueError
-    if the checkpoint's tensors do not match the model."""
+    Raises ValueError if the checkpoint's tensors do not match the model: `from_pretrained` warns of missing ones, fills
+    them with random numbers and goes on."""
     config = AutoConfig.from_pretrained(model_path)
-    del config.quantization_config
+    is_quantized = has_mxfp4(config.to_dict())
+    if is_quantized:
+        del config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
-        for layer in model.model.layers:
+        for layer in model.model.layers if is_quantized else ():
             layer.mlp.experts = QuantizedExperts(config, packed)
     expected, tensors = model.state_dict(), {}
     lent: tuple[str, ...] = () if packed else ("_blocks", "_scales", *VOCAB_WEIGHTS)
@@ -90,33 +92,18 @@ def load_quantized(model_path: str, attention: str, device: str, packed: bool = 
         except SafetensorError as error:
             raise ValueError(f"{shard}: {error}. Download the model again") from error
         tensors |= {name: tensor.to(expected.get(name, tensor).dtype) for name, tensor in loaded.items()}
+    if config.tie_word_embeddings:  # Such a checkpoint need not hold the head.
+        embeddings, head = VOCAB_WEIGHTS
+        tensors.setdefault(head, tensors[embeddings])
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:  # It names every missing, unexpected or misshapen tensor.
         raise ValueError(f"{model_path}: {' '.join(str(error).split())[:500]} ... Download the model again") from error
+    if config.tie_word_embeddings:
+        model.tie_weights()  # `assign` made two parameters of one.
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
     model.generation_config = load_generation_config(model_path)
     return model.eval().requires_grad_(False)
-
-
-def load_bf16(model_path: str, attention: str, device: str) -> PreTrainedModel:
-    """The model of a checkpoint whose experts are not quantized. Raises ValueError if its tensors do not match the
-    model: transformers warns of missing ones, fills them with random numbers and goes on."""
-    options = {"dtype": torch.bfloat16, "attn_implementation": attention, "device_map": {"": device}}
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # Shapes are named below, not in a log.
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, **options)  # Its type knows no loading info.
-    except SafetensorError as error:
-        raise ValueError(f"{model_path}: {error}. Download the model again") from error
-    model, info = loaded
-    faults = [f"missing {name}" for name in sorted(info["missing_keys"])]
-    faults += [f"unexpected {name}" for name in sorted(info["unexpected_keys"])]
-    faults += [f"{name} is {[*own]}, not {[*expected]}" for name, own, expected in sorted(info["mismatched_keys"])]
-    if faults:
-        first = ", ".join(faults[:4]) + (", ..." if len(faults) > 4 else "")
-        raise ValueError(f"{model_path}: its tensors do not match the model ({first}). Download the model again")
-    assert isinstance(model, PreTrainedModel)
-    return model
 
 
 def load_generation_config(model_path: str) -> GenerationConfig:
@@ -128,7 +115,7 @@ def load_generation_config(model_path: str) -> GenerationConfig:
 
 
 def dequantize_experts(model: PreTrainedModel) -> None:
-    """Dequantize the experts of `load_quantized` to BF16, layer by layer, into transformers' own GptOssExperts.
+    """Dequantize the experts of `load_checkpoint` to BF16, layer by layer, into transformers' own GptOssExperts.
 
     The values equal those of `Mxfp4Config(dequantize=True)`, which however fragments torch's allocator: some 8 GiB of
     an H100 would be unavailable to vLLM as long as the trainer exists. On a GPU the weights are transposed views."""
@@ -165,8 +152,8 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
         threads, reason = choose_threads(count_parameters(config)["total"], torch.get_num_threads(), os.getloadavg()[0])
         torch.set_num_threads(threads)
         log.info("threads of the CPU: %d, %s", threads, reason)
-    if has_mxfp4(config):
-        model = load_quantized(model_path, name, device, packed=experts != "shared")
+    model = load_checkpoint(model_path, name, device, packed=experts != "shared")
+    if quantized_experts(model):
         if experts == "paged":  # Done before the adapter is allocated, which would take the rest of their segments.
             for tensor in paged_tensors(model):
                 tensor.data = copy_to_own_segment(tensor.data, tensor.device)
@@ -174,8 +161,6 @@ def load_model(model_path: str, config: Mapping[str, Any], attention: str, exper
         if experts != "bf16":
             return model
         dequantize_experts(model)
-    else:
-        model = load_bf16(model_path, name, device)
     model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     return model
 

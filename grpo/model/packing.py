@@ -91,11 +91,7 @@ def cut_micro_batches(
     prompts: Sequence[Hashable], lengths: Sequence[tuple[int, int]], most_tokens: int, share: bool
 ) -> list[list[int]]:
     """The indices of the completions in each micro-batch, which has at most `most_tokens` tokens or a single
-    completion. `lengths` are (prompt, completion) in tokens. With `share` equal prompts are computed once.
-
-    >>> cut_micro_batches("aab", [(10, 5), (10, 5), (10, 5)], most_tokens=20, share=True)
-    [[0, 1], [2]]
-    """
+    completion. `lengths` are (prompt, completion) in tokens. With `share` equal prompts are computed once."""
     cut: list[list[int]] = []
     used, present = 0, set[Hashable]()
     # Groups stay together, in the order of their first completions.

@@ -64,31 +64,6 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
         _libc.prctl(PR_SET_PDEATHSIG, number)
 
 
-@contextlib.contextmanager
-def delaying_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP that the main thread, which must enter the block, receives inside it take effect at
-    its end. SIGTERM is blocked there as well, for a process that is forked inside the block: Python drops what reaches
-    it before its first line, but what is blocked waits for `begin_worker`. Blocking alone would not delay a signal:
-    another thread of torch's would receive it."""
-    received: list[int] = []
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    try:
-        with handling_signals(lambda number, frame: received.append(number)):
-            yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        for number in received:
-            signal.raise_signal(number)
-
-
-def begin_worker() -> None:
-    """In a process of a pool: it ends with its parent, and by SIGTERM without a word; Ctrl-C is the parent's matter."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-
-
 def run_child(
     command: Sequence[str | os.PathLike[str]], environ: Mapping[str, str] | None = None, output: IO | None = None
 ) -> int:

@@ -4,9 +4,7 @@
 
     python scripts/dev/bench.py rollout --model M --data D --out rollout.json
     python scripts/dev/bench.py rollout --model M --data D --out small.json --free-gib 22 --set EXPERTS=shared
-    python scripts/dev/bench.py many --model M --data D --out many.json --gpus 1 2
     python scripts/dev/bench.py mismatch --model M --data D --out mismatch.json
-    python scripts/dev/bench.py faults --model M --data D --out faults.json
     python scripts/dev/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
 
 M is the folder of a checkpoint (docs/maintainers/models.md, "Full"), D training CSVs.
@@ -16,9 +14,6 @@ instead, and records their time and memory, the mismatch check, and whether froz
 they have, that of the run if it fails. It takes `--set NAME=VALUE` for any setting, `--free-gib` to occupy the rest of
 the GPU, and `--tokens` for shorter completions than MAX_COMPLETION_LEN (whose memory is planned nevertheless).
 
-`many` starts train_grpo.py by torchrun on 1, 2, ... GPUs: three steps with the same work for each (weak scaling), and
-with the same work in all, of 96 and of 384 completions (strong scaling). The JSON is written after each run.
-
 `demo` runs train_grpo.py on the tiny model for ten seeds and lets the last and the best adapter control the plant
 through three sets of windows that chose neither. Exit code 1 unless the best ones are below the rule charge_when_clean
 on all seeds and sets.
@@ -26,11 +21,8 @@ on all seeds and sets.
 `mismatch` runs the mismatch check, then once more for each of a list of faults that it makes in the engine or in the
 trainer, and records what the check sees (docs/maintainers/rollouts.md, "The mismatch check").
 
-`faults` runs the entry point once as it is and once with kills, a full GPU and a dying engine in each phase of a step,
-and starts it again after each (docs/maintainers/reliability.md, "On a GPU"). Exit code 1 if a start does not end as it
-should, or a step is missing at the end.
-
-The JSON holds `command, machine, date, versions, commit, figures: [{name, value, unit, note}]`.
+The JSON holds `command, machine, date, versions, commit, figures: [{name, value, unit, note}]`. For a command of
+docs/results that is gone, the commit that its JSON names has the code.
 """
 
 import argparse
@@ -67,15 +59,10 @@ def parse_args() -> argparse.Namespace:
     rollout = add_command(commands, "rollout", "a run's time, memory and weights, at any settings", True)
     rollout.add_argument("--free-gib", type=float, help="GiB of the GPU that the run gets (default: all)")
     rollout.add_argument("--tokens", type=int, help="length at which vLLM's completions end")
-    many = add_command(commands, "many", "the same step on 1, 2, ... GPUs", True)
-    many.add_argument("--gpus", nargs="+", type=int, default=[1, 2], help="numbers of GPUs (default 1 2)")
-    many.add_argument("--prompts", type=int, default=12, help="prompts of one GPU's step (default %(default)s)")
     demo = add_command(commands, "demo", "the demo on ten seeds, on the CPU", False)
     demo.add_argument("--figure", help="PNG to write (default: none)")
     demo.add_argument("--seeds", type=int, default=10, help="number of seeds, from 1 on (default %(default)s)")
     demo.add_argument("--jobs", type=int, default=2, help="seeds side by side (default %(default)s)")
-    faults = add_command(commands, "faults", "kills, full memory and a dying engine in each phase of a step", True)
-    faults.add_argument("--faults", nargs="+", metavar="HOW:PHASE", help="only these faults, in this order")
     mismatch = add_command(commands, "mismatch", "vLLM against the trainer, and which faults the check finds", True)
     mismatch.add_argument("--faults", nargs="+", metavar="NAME", help="only these, in this order (default: all)")
     options = parser.parse_args()

@@ -25,7 +25,7 @@ from grpo.model.load import load_model
 from grpo.output.folder import complete_steps
 from grpo.plan.hub import TINY_PATH, count_parameters
 from grpo.plan.machine import read_machine
-from grpo.process.child import delaying_signals, run_child
+from grpo.process.child import run_child
 from grpo.settings.parsing import parse_value
 from grpo.tasks.tes.dataset import file_name
 from rewards import confidence_interval
@@ -120,8 +120,7 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
     code = run_child([sys.executable, str(record.TRAIN_SCRIPT)], settings)
     seconds = time.perf_counter() - started
     shown = {name: value.replace(f"{options.out}/", "OUT/") for name, value in settings.items()}
-    with delaying_signals():  # A complete run is not repeated, so its command would be lost.
-        checkpoint.write_json(options.out / TRAIN, {"command": command_line(shown), "seconds": round(seconds, 1)})
+    checkpoint.write_json(options.out / TRAIN, {"command": command_line(shown), "seconds": round(seconds, 1)})
     log(f"train_grpo.py ended with exit code {code} after {seconds:.0f} s")
     return code
 

@@ -13,7 +13,8 @@ from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, Sizes
 
 # Factors of 1 / sqrt(fan-in) that give the standard deviations of random matrices: rounding errors stay small at any
 # width. With 0.02 everywhere (gpt-oss's initializer_range) two exact BF16 implementations disagree by 0.25 to 0.5 nats
-# a token: rounding swaps nearly tied experts, whose outputs are as large as the residual stream. So experts' outputs are small here, attention's larger (an adapter on it must have an effect), and router scores spread.
+# a token: rounding swaps nearly tied experts, whose outputs are as large as the residual stream. So experts' outputs
+# are small here, attention's larger (an adapter on it must have an effect), and router scores spread.
 MATRIX_GAIN = {
     "q_proj": 0.75,  # attention scores N(0, 1), with YaRN's factor of 1.81 on them: neither flat nor one-hot
     "k_proj": 0.75,

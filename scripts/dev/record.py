@@ -95,8 +95,9 @@ def this_command() -> str:
     return shlex.join(["python", script, *words])
 
 
-def save(path: Path, figures: Sequence[Figure], command: str | None = None, more: Json | None = None) -> None:
-    """Writes the figures as docs/results/ holds them; `more` adds keys, or replaces those of this machine."""
+def write(path: Path, figures: Sequence[Figure], command: str | None = None, more: Json | None = None) -> None:
+    """Prints the figures, and writes them as docs/results/ holds them; `more` adds keys, or replaces those of this
+    machine."""
     record = {
         "command": command or this_command(),
         "machine": f"{machine_words(vars(read_machine()))}; Python {platform.python_version()}",
@@ -108,11 +109,6 @@ def save(path: Path, figures: Sequence[Figure], command: str | None = None, more
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def write(path: Path, figures: Sequence[Figure], command: str | None = None, more: Json | None = None) -> None:
-    """Writes the figures as `save` does, and prints them."""
-    save(path, figures, command, more)
     for row in figures:
         print(f"{row['name']:<28} {row['value']:>14,.6g} {row['unit']:<10} {row['note']}")
     print(f"written: {path}")

@@ -19,7 +19,7 @@ from grpo.common import InputError
 from grpo.model import gptoss_format as gptoss
 from grpo.model.checkpoint import new_directory, read_tokenizer, special_token_ids, write_checkpoint, write_json
 from grpo.plan.hub import TINY_PATH
-from scripts.dev.warmup_rows import ACTIONS, WarmupTensors, make_rows
+from scripts.dev.warmup_rows import ACTIONS, PROBE_SEED, WARMUP_SEED, WarmupTensors, warmup_rows
 
 Log = Callable[[str], None]
 # Factors of 1 / sqrt(fan-in) that give the standard deviations of the initial matrices. With gpt-oss's 0.02 everywhere,
@@ -302,9 +302,15 @@ def write_warmed_up(
 
     Returns its `figures` after reading, right after the experts were rounded to MXFP4, and as stored, then the rows
     that they were measured on. Raises InputError for a tokenizer that does not fit."""
-    # Rows are made first, because their worker processes must start before CUDA and the tokenizer's threads do.
-    row_sets = make_rows(recipe.prompt, recipe.windows, recipe.probe_windows, recipe.most_factor)
-    rows, probe = (WarmupTensors(row_set, tokenizer, device, recipe.follow is not None) for row_set in row_sets)
+    rows, probe = (
+        WarmupTensors(
+            warmup_rows(first_seed, windows, recipe.prompt, recipe.most_factor),
+            tokenizer,
+            device,
+            recipe.follow is not None,
+        )
+        for first_seed, windows in ((WARMUP_SEED, recipe.windows), (PROBE_SEED, recipe.probe_windows))
+    )
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
     torch.manual_seed(seed)
     model = new_model(recipe, tokenizer).to(device)  # type: ignore[arg-type]  # the wrapper loses `self`

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the rows of a small model's warm-up: the plant's prompts, and the numbers that it learns to read there."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from datetime import date, timedelta
 from typing import NamedTuple
 
@@ -15,7 +13,6 @@ from grpo.common import InputError
 from grpo.data.prompts import render
 from grpo.harmony import ANSWER_AFTER, ANSWER_BEFORE
 from grpo.plan.hub import TINY_PATH
-from grpo.process.child import begin_worker, delaying_signals
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import HOURS, PLANT, low_co2
 from grpo.tasks.tes.profiles import TRAIN_START
@@ -80,34 +77,21 @@ def rendered(row: Mapping[str, str], number: int) -> str:
     return prompt.replace(FIXED_DATE, str(day))  # A template is compiled for one date, which takes long.
 
 
-def warmup_rows(job: tuple[int, int, str, float]) -> list[WarmupRow]:
-    """A row for every decision of a range of windows, and for ten hours of shortage in each. `job` is (first seed,
-    number of windows, kind of prompt, largest factor of a day's load).
+def warmup_rows(first_seed: int, windows: int, kind: str, most_factor: float) -> list[WarmupRow]:
+    """A row for every decision of so many windows, and for ten hours of shortage in each, in 40 ms a window. `kind` is
+    that of the prompts, `most_factor` the largest factor of a day's load.
 
     Each window has its own seed and one of a year's dates, so that no row repeats and dates carry no information."""
-    first, count, kind, most = job
     rows = []
-    for seed in range(first, first + count):
+    for seed in range(first_seed, first_seed + windows):
         start = TRAIN_START + timedelta(weeks=seed % 52)
         for plain, rng in dataset.synthetic_windows(seed, dataset.ROWS_STREAM, 1, start):
-            window = dataset.vary_loads(plain, rng, most)
+            window = dataset.vary_loads(plain, rng, most_factor)
             decisions = dataset.trajectory(window, rng, kind, None) + dataset.short_hours(window, rng, kind)
             for number, (row, state) in enumerate(decisions):
                 rewards = [row[f"reward_action_{k}"] for k in range(ACTIONS)]
                 rows.append(WarmupRow(rendered(row, 31 * seed + number), rewards, readings(state)))
     return rows
-
-
-def make_rows(
-    kind: str, windows: int, probe_windows: int, most_factor: float
-) -> tuple[list[WarmupRow], list[WarmupRow]]:
-    """(rows of `windows` windows to learn from, of `probe_windows` to measure on), in 40 ms a window on all cores."""
-    jobs = [(WARMUP_SEED + n, min(50, windows - n), kind, most_factor) for n in range(0, windows, 50)]
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), initializer=begin_worker) as pool:
-        with delaying_signals():  # An interrupt between two starts would leave a process that waits for ever.
-            results = pool.map(warmup_rows, [*jobs, (PROBE_SEED, probe_windows, kind, most_factor)])
-        *parts, probe = results
-    return [row for rows in parts for row in rows], probe
 
 
 class WarmupTensors:

@@ -13,7 +13,7 @@ from grpo.common import InputError
 from grpo.model.checkpoint import new_directory
 from grpo.model.gptoss_format import GPT_OSS_20B
 from grpo.plan.hub import TINY_PATH
-from scripts.dev.random_weights import MATRIX_GAIN, write_full
+from scripts.dev.random_weights import write_full
 
 SMALL = GPT_OSS_20B | {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4, "head_dim": 16,
@@ -36,7 +36,7 @@ def small(tmp_path_factory):
     return folder
 
 
-def test_transformers_loads_random_weights_of_the_right_size_bit_for_bit(small):
+def test_transformers_loads_a_checkpoint_in_several_shards_bit_for_bit(small):
     model = stock_model(small)
     loaded, files = model.state_dict(), list(small.glob("*.safetensors"))
     tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
@@ -45,15 +45,6 @@ def test_transformers_loads_random_weights_of_the_right_size_bit_for_bit(small):
     assert len(files) > 1 and tensors.keys() == loaded.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
     assert model.config.layer_types == ["sliding_attention", "full_attention"]
-    for name, fan_in in (
-        ("mlp.experts.gate_up_proj", SMALL["hidden_size"]),
-        ("mlp.experts.down_proj", SMALL["intermediate_size"]),
-        ("self_attn.o_proj.weight", SMALL["num_attention_heads"] * SMALL["head_dim"]),
-    ):
-        gain = MATRIX_GAIN[name.removesuffix(".weight").rpartition(".")[2]]
-        assert tensors[f"model.layers.1.{name}"].float().std().item() == pytest.approx(gain / fan_in**0.5, rel=0.05)
-    with torch.no_grad():
-        assert 0 < model(torch.arange(40).unsqueeze(0)).logits.float().std() < 10
 
 
 def test_a_folder_is_written_by_one_process_and_what_a_killed_one_left_is_removed(tmp_path):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo.model.packing import may_attend, pack_batch
+from grpo.model.packing import cut_micro_batches, may_attend, pack_batch
 from grpo.plan.memory import bucket
 
 pytestmark = pytest.mark.numeric
@@ -53,3 +53,13 @@ def test_every_token_sees_what_it_would_in_its_own_row(pool, data, share, one_ro
                 last = len(keys) - n + row
                 kernel[starts[s] + row, keys[max(0, last + 1 - (window or width)) : last + 1]] = True
         assert torch.equal(kernel, mask[0, : batch.queries])
+
+
+@pytest.mark.parametrize(
+    ("most_tokens", "share", "cut"),
+    [(20, True, [[0, 2], [1]]), (34, True, [[0, 2], [1]]), (35, True, [[0, 2, 1]]), (29, False, [[0], [2], [1]]),
+     (30, False, [[0, 2], [1]]), (3, True, [[0], [2], [1]])],
+)  # fmt: skip
+def test_micro_batches_hold_as_many_tokens_as_fit(most_tokens, share, cut):
+    """Equal prompts stay together; a completion that alone is too long has a micro-batch of its own."""
+    assert cut_micro_batches("aba", [(10, 5)] * 3, most_tokens, share) == cut

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import CLEAN, ROOT, run_python
+from helpers import CLEAN, ROOT
 from runs import wait_until
 
 from grpo.process.child import run_child
@@ -78,25 +78,3 @@ def test_a_killed_script_leaves_no_child(tmp_path):
     parent.kill()
     wait_until(lambda: "saved" in output.read_text())
     assert f"saved [{int(signal.SIGTERM)}]" in output.read_text(), "it ends as it promises"
-
-
-# On one core the parent sends its SIGTERM before the child's first line, and Python drops it unless it is blocked.
-WORKER = """
-import os, signal, sys, time
-from grpo.process.child import begin_worker, delaying_signals
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-with delaying_signals():
-    worker = os.fork()
-    if worker:
-        os.kill(worker, signal.SIGTERM)
-    else:
-        begin_worker()
-        time.sleep(2)
-        os._exit(0)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) + signal.SIGTERM)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins a process to a core")
-def test_a_worker_that_has_not_begun_is_ended_too():
-    run_python("-c", WORKER)

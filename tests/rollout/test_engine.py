@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rollout engine with a stub in vLLM's place (tests/stub_vllm.py)."""
 
+import gc
 import math
 import os
 import sys
@@ -108,6 +109,7 @@ def test_faults_name_what_failed_and_what_helps(build, call, error, words):
     with pytest.raises(EngineError) as caught:
         rollout(trainer.run.engine, trainer.model, prompts_of(trainer), seed=1)
     assert caught.value.__cause__ is error and words in str(caught.value)
+    assert gc.isenabled(), "it pauses while vLLM generates"
     assert ("or set EXPERTS=mxfp4" in str(caught.value)) == (call == "wake_up")
 
 

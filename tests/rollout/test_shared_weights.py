@@ -22,7 +22,7 @@ import torch
 from torch.nn.functional import pad
 from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
 from triton_kernels.tensor_details.layout import HopperMXScaleLayout, HopperMXValueLayout
-from grpo.model.load import load_quantized
+from grpo.model.load import load_checkpoint
 from grpo.rollout.shared_weights import share_weights
 
 
@@ -44,7 +44,7 @@ def learned(model):
     return states.detach(), output, logits, *torch.autograd.grad(logits.float().square().sum(), states)
 
 
-packed, shared = (load_quantized(sys.argv[1], "eager", "cpu", packed) for packed in (True, False))
+packed, shared = (load_checkpoint(sys.argv[1], "eager", "cpu", packed) for packed in (True, False))
 layers = []
 for layer in packed.model.layers:
     e = layer.mlp.experts

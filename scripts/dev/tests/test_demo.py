@@ -12,7 +12,7 @@ from run_folders import EVALUATION, metrics_row, write_run
 
 from grpo.tasks.tes.closed_loop import RULES
 from scripts.dev import demo
-from scripts.dev.demo_windows import REPORTED, RULE, profile_text
+from scripts.dev.demo import REPORTED, RULE, profile_text
 from scripts.dev.record import read_json
 
 OPTIMUM, RULE_KG = 100.0, 108.0  # priced kg of the optimum and of the rule to beat, in each of four windows

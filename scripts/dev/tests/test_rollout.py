@@ -108,13 +108,6 @@ def test_a_run_that_fails_fails(child):
     assert child("--data", "missing.csv") == (2, {})
 
 
-def test_rollouts_without_vllm(child):
-    code, values = child("--set", "USE_VLLM=0", "--set", "TOTAL_STEPS=2", "--free-gib", "22")
-    steps = record.steps_of(child.folder)[1:]
-    assert code == 0 and values["rows"] >= 4 and values["generate_tok_s"] == steps.rollout_tokens_per_s.mean()
-    assert not {"wake_s", "asleep_gib", "parity_mean"} & values.keys() and not values["base_changed"]
-
-
 def test_what_vllm_lends_is_summed_bit_by_bit(tiny):
     packed, model = load(tiny, "mxfp4"), load(tiny, "shared")
     assert not rollout.lent_tensors(model), "none yet"

@@ -23,7 +23,7 @@ def test_it_knows_the_format_and_not_the_choice(tiny):
     """Exactly, on rows of its own: it answers in the right form, names every action as often as another, and its
     likeliest action earns no more than the best constant one. Whatever a run shows afterwards was learned by GRPO."""
     model = load(tiny, "bf16").float()
-    rows = warmup_rows((PROBE_SEED + 100, 10, "compact", 1.0))
+    rows = warmup_rows(PROBE_SEED + 100, 10, "compact", 1.0)
     values = figures(model, WarmupTensors(rows, read_tokenizer(tiny), "cpu"))
     assert values["parse_rate"] > 0.99
     assert values["reward"] == pytest.approx(values["random"], abs=0.01)
