@@ -77,10 +77,7 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
     Rows that train_grpo.py would hold out are left out here too, because its run may start from this adapter."""
     settings, sources, problems = load_run_settings(environ)
     settings = dataclasses.replace(settings, OUTPUT_DIR=str(out))
-    # Nothing is evaluated: files of held-out rows are not read, but rows that DATA itself holds out stay out.
-    unevaluated = dataclasses.replace(settings, EVAL_SAMPLES=0)
-    split = read_split(settings if settings.EVAL_DATA is None else unevaluated, problems)
-    split = dataclasses.replace(split, heldout=[])
+    split = read_split(settings, problems, train_only=True)
     answers = read_answers(split.train, settings.DIRECT_ANSWERS, problems)
     facts = read_facts(settings, sources, split, None, Ranks(), problems)
     # There is no rollout that could be learned from again.

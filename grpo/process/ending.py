@@ -47,7 +47,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS
 
 
 class ExitCode(IntEnum):
-    """The exit codes of train_grpo.py, each with a sentence for the user: `--help` and README.md list them."""
+    """The exit codes of train_grpo.py, each with a sentence for the user: `--help` and docs/report.md list them."""
 
     sentence: str
 
@@ -57,8 +57,8 @@ class ExitCode(IntEnum):
         return member
 
     COMPLETE = 0, "The run is complete, and complete.json is there."
-    FAILED = 1, "The run failed in another way, such as too little GPU memory: the end of training.log says why."
-    INPUT = 2, "The input must be fixed, or nothing is left to do: every problem is listed, and nothing was started."
+    FAILED = 1, "The run failed in another way, such as too little memory: training.log says why."
+    INPUT = 2, "The input must be fixed, or nothing is left to do; nothing was started."
     MISMATCH = 3, "vLLM and the trainer do not agree (the mismatch check)."
     VLLM = 4, "vLLM failed; the same command continues from the last checkpoint."
     LOST_TERMINAL = 128 + signal.SIGHUP, "Interrupted by a lost terminal; the same command continues the run."

@@ -97,7 +97,7 @@ def picture_of_a_run() -> str:
 
 
 def exit_codes() -> str:
-    """The README's table of exit codes."""
+    """The table of exit codes."""
     return table(["Exit code", "How the run ended"], [[str(int(code)), code.sentence] for code in ExitCode])
 
 

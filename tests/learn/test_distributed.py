@@ -72,7 +72,11 @@ def test_the_same_update_and_the_same_rows(tiny, tmp_path):
 def generated(ranks, tiny, folder):
     """Completions by seed and batch, in training and in an evaluation that rank 0 alone asks for, and the sizes of the
     batches of this rank."""
-    trainer, rows, sizes = make_on(ranks, tiny, folder, MAX_COMPLETION_LEN=12, TEMPERATURE=1.3), {}, []
+    trainer, rows, sizes = (
+        make_on(ranks, tiny, folder, MAX_COMPLETION_LEN=12, TEMPERATURE=1.3, EVAL_TEMPERATURE=1.0),
+        {},
+        [],
+    )
     generate, s = trainer.model.generate, trainer.run.settings
 
     def counted(**inputs):

@@ -280,13 +280,13 @@ def test_a_run_whose_engine_drifts_ends_with_a_checkpoint_of_the_last_good_step(
     """The log-probs of step 3 are wrong; learning from step 2's rollout a second time is no mismatch."""
     trainer = build(TOTAL_STEPS=4, STEPS_PER_GENERATION=steps, SAVE_STEPS=100, LEARNING_RATE=0.1)
     check_mismatch(trainer)
-    engine, rollout = trainer.run.engine, trainer.run.engine.rollout
+    engine, generate = trainer.run.engine, trainer.run.engine.generate
 
     def drifting(*arguments, **options):
         engine.llm.shift = 2.0 if trainer.state.global_step == 2 else 0.0
-        return rollout(*arguments, **options)
+        return generate(*arguments, **options)
 
-    monkeypatch.setattr(engine, "rollout", drifting)
+    monkeypatch.setattr(engine, "generate", drifting)
     with pytest.raises(MismatchGrown, match="^step 3"):
         trainer.train()
     assert trainer.state.global_step == 2 and (trainer.run.folder / "checkpoint-2" / "manifest.json").is_file()
