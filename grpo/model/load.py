@@ -92,8 +92,8 @@ def load_checkpoint(model_path: str, attention: str, device: str, packed: bool =
         except SafetensorError as error:
             raise ValueError(f"{shard}: {error}. Download the model again") from error
         tensors |= {name: tensor.to(expected.get(name, tensor).dtype) for name, tensor in loaded.items()}
-    if config.tie_word_embeddings:  # Such a checkpoint need not hold the head.
-        embeddings, head = VOCAB_WEIGHTS
+    embeddings, head = VOCAB_WEIGHTS
+    if config.tie_word_embeddings and embeddings in tensors:  # Such a checkpoint need not hold the head.
         tensors.setdefault(head, tensors[embeddings])
     try:
         model.load_state_dict(tensors, assign=True)
