@@ -47,7 +47,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS
 
 
 class ExitCode(IntEnum):
-    """The exit codes of train_grpo.py, each with a sentence for the user: `--help` and README.md list them."""
+    """The exit codes of train_grpo.py, each with a sentence for the user: `--help` and docs/settings.md list them."""
 
     sentence: str
 

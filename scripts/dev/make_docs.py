@@ -96,14 +96,14 @@ def key_settings() -> str:
 
 
 def exit_codes() -> str:
-    """The README's table of exit codes."""
+    """The table of exit codes."""
     return table(["Exit code", "How the run ended"], [[str(int(code)), code.sentence] for code in ExitCode])
 
 
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"cards": fitting_cards, "key settings": key_settings, "exit codes": exit_codes},
-    "docs/settings.md": {"settings": settings_tables},
+    "README.md": {"cards": fitting_cards, "key settings": key_settings},
+    "docs/settings.md": {"settings": settings_tables, "exit codes": exit_codes},
     "docs/metrics.md": {
         "metrics.csv": functools.partial(columns_table, METRICS),
         "completions.csv": functools.partial(columns_table, COMPLETIONS),
