@@ -23,6 +23,7 @@ from trl import GRPOConfig
 from grpo.common import log
 from grpo.data.files import column_names
 from grpo.data.prompts import prompt_order, sampling_seed
+from grpo.figures.verdict import loading_advice, objection
 from grpo.learn.context import RunContext
 from grpo.learn.distributed import ROLLOUT
 from grpo.learn.expected_reward import StepRewards
@@ -34,7 +35,7 @@ from grpo.model.attention import unwrap_peft, using_attention
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import evaluating
 from grpo.output.archive import model_card
-from grpo.output.best import loading_advice, objection, read_best
+from grpo.output.best import read_best
 from grpo.output.checkpoints import begin_checkpoint, finish_checkpoint, rotate_checkpoints
 from grpo.output.durable import write_text
 from grpo.output.layout import BEST

@@ -13,6 +13,7 @@ from typing import Any
 from grpo.common import Problems, nearest_hint
 from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.prompts import count_tokens
+from grpo.figures.text import object_at
 from grpo.output.folder import inspect_run, recorded_commit
 from grpo.output.layout import existing_parent
 from grpo.plan import hub, memory
@@ -31,7 +32,6 @@ from grpo.reward.reward_checks import check_heldout, check_rewards, longest_answ
 from grpo.reward.scoring import is_by_action
 from grpo.settings.parsing import load_settings, show, unknown_variables
 from grpo.settings.table import TASK_FILES, Settings
-from grpo.tasks.figure_text import object_at
 
 BLACKWELL = 10  # The compute capability of the first cards of this generation; those of the last are 12.x.
 

@@ -12,7 +12,7 @@ from machines import CPU, H100, only
 
 from grpo.common import InputError, Problems
 from grpo.evaluate.ask import serve_commands
-from grpo.evaluate.by_hand import choose_engine
+from grpo.evaluate.evaluate_adapter import choose_engine
 from grpo.evaluate.models import settings_alone, start_model
 from grpo.evaluate.saved_adapter import check_model, load_run_settings
 from grpo.model.experts import quantized_experts

@@ -12,18 +12,17 @@ import pytest
 import report
 from run_folders import EVALUATION, GPU, metrics_row, plant_record, write_run
 
-import rewards
 from grpo.common import InputError, Problems
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_data
-from grpo.evaluate.page import write_report
-from grpo.evaluate.pictures import CURVES
-from grpo.evaluate.report import choices_rows, facts
-from grpo.evaluate.run_data import read_examples, read_metrics, read_run
-from grpo.evaluate.tables import evaluation_table
-from grpo.output.best import describe_best, loading_advice, read_comparisons
+from grpo.evaluate.heldout_table import evaluation_table
+from grpo.evaluate.report import write_report
+from grpo.evaluate.report_pictures import CURVES
+from grpo.evaluate.report_text import choices_rows, facts
+from grpo.evaluate.run_files import read_examples, read_metrics, read_run
+from grpo.figures.statistics import paired_difference
+from grpo.figures.verdict import BASE, Comparison, describe_best, loading_advice, read_comparisons, verdict
 from grpo.output.logs import EVALUATED
-from grpo.tasks.verdict import BASE, Comparison, verdict
 
 
 def completion_row(step: int, text: str = "[1]", **cells: object) -> dict[str, object]:
@@ -112,7 +111,7 @@ def test_report_and_table_say_the_same_of_the_best_constant_action(tmp_path, con
 
 def test_a_single_held_out_day_shows_nothing(tmp_path):
     day = {"reward": 10.432, "reward_low": 10.432, "reward_high": 10.432}  # as an earlier version wrote it
-    for number, difference in enumerate((day, rewards.paired_difference([0.0] * 3, [10.432] * 3, [1, 1, 1]))):
+    for number, difference in enumerate((day, paired_difference([0.0] * 3, [10.432] * 3, [1, 1, 1]))):
         evaluation = EVALUATION | {"difference": difference, "constant": -5.0, "by_day": True}
         text = text_of(write_report(write_run(tmp_path / str(number), [metrics_row(1)], evaluation=evaluation)).parent)
         assert "better than the base model" not in text and "cannot be told from the base model" in text

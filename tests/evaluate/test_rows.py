@@ -18,13 +18,13 @@ from helpers import ROOT, read_csv, run_script, write_csv
 from machines import H100
 from stub_vllm import stub_engine
 
-import rewards
 from grpo.common import InputError, Problems
 from grpo.data import files
 from grpo.data.files import data_fingerprint
 from grpo.data.heldout import date_of, hold_out
 from grpo.evaluate import by_hand
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, are_figures
+from grpo.figures.statistics import paired_difference
 from grpo.output.durable import read_json, read_sealed
 from grpo.reward.scoring import RewardError
 
@@ -76,7 +76,7 @@ def test_the_same_day_or_prompt_in_two_files_is_one_cluster():
         assert evaluation.clusters[:6] == evaluation.clusters[6:] and len(set(evaluation.clusters)) == 6
         results = {"before": {"reward_by_prompt": [0.0] * 12}, "after": {"reward_by_prompt": [*range(6)] * 2}}
         evaluation.add_differences(results)
-        once = rewards.paired_difference([0.0] * 6, list(range(6)))
+        once = paired_difference([0.0] * 6, list(range(6)))
         assert results["difference"] == pytest.approx(once) and results["difference"]["clusters"] == 6
 
 

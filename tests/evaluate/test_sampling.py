@@ -4,8 +4,8 @@
 import torch
 
 from grpo.common import Problems
+from grpo.evaluate.heldout_table import answers_by_action
 from grpo.evaluate.models import TransformersModel
-from grpo.evaluate.tables import answers_by_action
 from grpo.plan.hub import find_model
 from grpo.settings.table import Settings
 

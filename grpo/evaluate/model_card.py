@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo.common import InputError
-from grpo.evaluate.report import facts, reward_verdict, simulator_section
-from grpo.evaluate.run_data import Run, read_json, read_run
-from grpo.evaluate.tables import HEADER, heldout_rows
+from grpo.evaluate.heldout_table import HEADER, heldout_rows
+from grpo.evaluate.report_text import facts, simulator_section
+from grpo.evaluate.run_files import Run, read_json, read_run
+from grpo.figures.text import object_at
+from grpo.figures.verdict import reward_verdict
 from grpo.output.archive import base_model_name, loading_code
 from grpo.output.durable import write_text
 from grpo.output.layout import ADAPTER, SETTINGS
@@ -20,7 +22,6 @@ from grpo.plan.hub import MODEL_FILES
 from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.settings.table import Settings
-from grpo.tasks.figure_text import object_at
 
 FORMS = {
     "": "a LoRA adapter for {base}",
@@ -40,7 +41,7 @@ def results(run: Run, adapter: Path) -> str:
     if not run.folder.samefile(adapter):
         words = read_json(adapter / "best.json").get("in_words")
         return f"{words[0].upper()}{words[1:]}." if words else f"`{adapter.name}` was not measured by itself."
-    verdicts = " ".join(filter(None, (reward_verdict(run), simulator_section(run).verdict)))
+    verdicts = " ".join(filter(None, (reward_verdict(run.evaluation), simulator_section(run).verdict)))
     rows = heldout_rows(run.evaluation)
     return verdicts + (f"\n\n{table(HEADER, rows)}" if rows else "")
 

@@ -14,9 +14,9 @@ from grpo.data.files import data_fingerprint, label, read_rows
 from grpo.data.heldout import Split, date_notes, read_split
 from grpo.data.prompts import render_rows
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, new_results
+from grpo.evaluate.heldout_table import evaluation_table
 from grpo.evaluate.models import ModelResponder, start_model
 from grpo.evaluate.saved_adapter import check_model, load_run_settings, recorded_fingerprint
-from grpo.evaluate.tables import evaluation_table
 from grpo.output.durable import check_writable, write_named
 from grpo.output.layout import SETTINGS
 from grpo.plan.hub import ModelFiles, count_parameters
