@@ -118,8 +118,7 @@ class Trainer(Learner):
         step, note, adapter = self.state.global_step, "", "."
         if Path(folder) == self.run.folder:
             record = read_best(self.run.folder)
-            note = loading_advice(record, step)
-            adapter = BEST if record and not objection(record) else "."
+            note, adapter = loading_advice(record, step), BEST if record and not objection(record) else "."
         card = model_card(self.run.settings, step, self.reward_summary, note, adapter)
         write_text(Path(folder) / "README.md", card)
 

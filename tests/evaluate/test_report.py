@@ -14,7 +14,7 @@ from run_folders import EVALUATION, GPU, metrics_row, plant_record, write_run
 
 from grpo.common import InputError, Problems
 from grpo.data.files import data_fingerprint, read_rows
-from grpo.evaluate import run_data
+from grpo.evaluate import run_files
 from grpo.evaluate.heldout_table import evaluation_table
 from grpo.evaluate.report import write_report
 from grpo.evaluate.report_pictures import CURVES
@@ -207,7 +207,7 @@ def test_examples_are_the_extremes_and_the_latest(tmp_path, monkeypatch):
     rows += [completion_row(60, reward="nan")]
     path = write_run(tmp_path / "run", [], rows) / "completions.csv"
     for size in (1000, 7):  # Read at once, or in parts.
-        monkeypatch.setattr(run_data, "ROWS", size)
+        monkeypatch.setattr(run_files, "ROWS", size)
         highest, lowest, unread = read_examples(path, {}).values()
         assert list(highest["reward"]) == [49, 48] and list(lowest["reward"]) == [0, 1]
         assert list(unread["completion"]) == ["none 4", "none 3"]

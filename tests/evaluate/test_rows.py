@@ -22,7 +22,7 @@ from grpo.common import InputError, Problems
 from grpo.data import files
 from grpo.data.files import data_fingerprint
 from grpo.data.heldout import date_of, hold_out
-from grpo.evaluate import by_hand
+from grpo.evaluate import evaluate_adapter
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, are_figures
 from grpo.figures.statistics import paired_difference
 from grpo.output.durable import read_json, read_sealed
@@ -164,8 +164,8 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
     monkeypatch.delitem(sys.modules, "short_answers", raising=False)
     if engine == "vLLM":
         monkeypatch.setattr("grpo.evaluate.models.start_engine", stub_engine)
-        monkeypatch.setattr(by_hand, "read_machine", lambda: H100)
-        monkeypatch.setattr(by_hand, "choose_use_vllm", lambda *arguments: (True, "a stub"))
+        monkeypatch.setattr(evaluate_adapter, "read_machine", lambda: H100)
+        monkeypatch.setattr(evaluate_adapter, "choose_use_vllm", lambda *arguments: (True, "a stub"))
     write_csv(tmp_path / "a.csv", ["prompt", "note", "day"], [[f"question {n}", n / 10, "Monday"] for n in range(6)])
     monkeypatch.setenv("MAX_COMPLETION_LEN", "12")
     arguments = [str(saved_adapter), "--model", "tiny", "--data", "a.csv", "--rewards", "short_answers:short"]
@@ -237,12 +237,12 @@ def test_a_strangers_module_is_not_imported(saved_adapter, tmp_path, monkeypatch
         ev.main([named, "--data", str(data)])
     assert not {"stranger", "adapter", "adapter.stranger"} & (set(sys.modules) - before)
     options = ev.parse_args([named, "--data", str(data), "--rewards", name])
-    assert by_hand.strange_rewards(options, name) is None
+    assert evaluate_adapter.strange_rewards(options, name) is None
 
 
 def test_figures_that_a_full_disk_does_not_take_are_printed(capsys):
     with pytest.raises(OSError) as error:
-        by_hand.write_results(Path("/dev/full"), {"reward": 1.0}, "the table")
+        evaluate_adapter.write_results(Path("/dev/full"), {"reward": 1.0}, "the table")
     assert error.value.filename == "/dev/full" and capsys.readouterr().out == "the table\n"
 
 
