@@ -15,12 +15,11 @@ from run_folders import EVALUATION, GPU, metrics_row, plant_record, write_run
 from grpo.common import InputError, Problems
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_files
-from grpo.evaluate.heldout_table import evaluation_table
+from grpo.evaluate.heldout_table import answers_by_action, evaluation_table
 from grpo.evaluate.report import write_report
 from grpo.evaluate.report_pictures import CURVES
 from grpo.evaluate.report_text import choices_rows, facts
 from grpo.evaluate.run_files import read_examples, read_metrics, read_run
-from grpo.figures.statistics import paired_difference
 from grpo.figures.verdict import BASE, Comparison, describe_best, loading_advice, read_comparisons, verdict
 from grpo.output.logs import EVALUATED
 
@@ -107,15 +106,6 @@ def test_report_and_table_say_the_same_of_the_best_constant_action(tmp_path, con
             assert f"the trained model {words}" in text
             assert ("an interval over few days cannot show rare losses" in text) is (name == "new")
     assert "trained - always [0]" in table
-
-
-def test_a_single_held_out_day_shows_nothing(tmp_path):
-    day = {"reward": 10.432, "reward_low": 10.432, "reward_high": 10.432}  # as an earlier version wrote it
-    for number, difference in enumerate((day, paired_difference([0.0] * 3, [10.432] * 3, [1, 1, 1]))):
-        evaluation = EVALUATION | {"difference": difference, "constant": -5.0, "by_day": True}
-        text = text_of(write_report(write_run(tmp_path / str(number), [metrics_row(1)], evaluation=evaluation)).parent)
-        assert "better than the base model" not in text and "cannot be told from the base model" in text
-    assert "a single day shows nothing" in text
 
 
 def best_record(**changes):
@@ -249,6 +239,14 @@ def test_the_table_of_the_terminal_names_models_references_and_functions():
     assert ["base", "model", *spread, "-", "1.00", "-", "-"] in lines
     assert ["base", "model,", "greedy", "-", "-", "-", "-", "-"] in lines
     assert lines[lines.index(["function", "a:"]) + 2] == ["trained", *spread]
+
+
+def test_answers_are_counted_by_action():
+    """Also the action that no answer names; exact figures are expected numbers."""
+    figures = {"action_counts": [1234, 0, 3], "unparsed": 2}
+    assert answers_by_action(figures) == "[0] 1234, [1] 0, [2] 3, none 2"
+    assert answers_by_action({"action_counts": [11.654, 0.0], "unparsed": 0.25}) == "[0] 11.7, [1] 0, none 0.2"
+    assert answers_by_action({"reward": 0.5}) == "", "rows without actions"
 
 
 DAMAGED = [
