@@ -233,7 +233,7 @@ def write_report_and_zip(folder: Path) -> None:
     with Phase("writing the report and the zip") as phase:
         try:
             # Imported here, so that without matplotlib or jinja2 only the report is missing.
-            from grpo.evaluate.page import write_report
+            from grpo.evaluate.report import write_report
 
             write_report(folder)
         except Exception as error:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.common import in_range
-from grpo.evaluate.by_hand import evaluate
+from grpo.evaluate.evaluate_adapter import evaluate
 from grpo.evaluate.saved_adapter import note_best
 from grpo.process.ending import run_script
 

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 
 from grpo.common import format_exception
 from grpo.evaluate.export import export, prepare
-from grpo.evaluate.publish import staged_adapter
+from grpo.evaluate.model_card import staged_adapter
 from grpo.evaluate.saved_adapter import note_best
 from grpo.output.upload import check_account, upload
 from grpo.process.ending import run_script

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.common import reflow
-from grpo.evaluate.page import write_report
+from grpo.evaluate.report import write_report
 from grpo.process.ending import run_script
 
 

@@ -24,12 +24,12 @@ import pandas
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.common import InputError, printable, reflow
-from grpo.evaluate.run_data import read_json, read_metrics
+from grpo.evaluate.run_files import read_json, read_metrics
+from grpo.figures.text import finite_number, object_at
 from grpo.output.folder import continuation
 from grpo.output.layout import COMPLETE, lock_path
 from grpo.output.logs import RECENT_STEPS, TIME_UNKNOWN, Pace
 from grpo.process.ending import run_script
-from grpo.tasks.figure_text import finite_number, object_at
 
 # Lines of training.log with a warning, an error or a critical message (`12:07:54 W train_grpo: ...`), of the box below
 # one (`banner_text`), and about an evaluation.

@@ -14,8 +14,8 @@ from helpers import ROOT, run_python
 # In the order of a run: each may import those before it; the entry and scripts/ any.
 ROOMS = [
     "grpo.numerals", "grpo.harmony", "rewards", "grpo.common", "grpo.settings", "grpo.phases", "grpo.data",
-    "grpo.reward", "grpo.tasks", "grpo.output", "grpo.process", "grpo.plan", "grpo.preflight", "grpo.model",
-    "grpo.rollout", "grpo.learn", "grpo.evaluate", "grpo.verl",
+    "grpo.reward", "grpo.figures", "grpo.tasks", "grpo.output", "grpo.process", "grpo.plan", "grpo.preflight",
+    "grpo.model", "grpo.rollout", "grpo.learn", "grpo.evaluate", "grpo.verl",
 ]  # fmt: skip
 HEAVY = {"torch", "transformers", "trl", "peft", "vllm", "liger_kernel", "datasets"}
 ENTRY = ROOT / "train_grpo.py"

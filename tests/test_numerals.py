@@ -143,11 +143,6 @@ def test_correct_answers(text, number, reason):
     assert gold_number(text) == number, reason
 
 
-def test_equal_numbers_are_equal_however_they_are_written():
-    for one_half in ("0.5", "1/2", r"\frac{2}{4}", "½", ".50"):
-        assert rewards.gsm8k(["assistantfinal#### 0.50", "assistantfinal1/4"], answer=[one_half] * 2) == [1.0, 0.0]
-
-
 @given(st.text(st.sampled_from("0123456789 .,-+/^*()[]{}\\$%#=\nab½²−frcboxed'\"")))
 def test_any_text_has_a_number_or_none(text):
     """And a correct answer never has another number than a completion with the same text."""

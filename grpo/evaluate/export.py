@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from grpo.common import InputError, Problems
-from grpo.evaluate.publish import copy_small, model_readme
+from grpo.evaluate.model_card import copy_small, model_readme
 from grpo.evaluate.saved_adapter import commit_of_run, load_run_settings
 from grpo.model.checkpoint import expected_tensors, new_directory, write_json, write_tensors
 from grpo.model.experts import dequantize_mxfp4

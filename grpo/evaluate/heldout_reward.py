@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import rewards
 from grpo.common import log
 from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.heldout import date_of, group_of
+from grpo.evaluate.heldout_table import evaluation_table
 from grpo.evaluate.models import EvaluatedModel, trained_model
-from grpo.evaluate.tables import evaluation_table
+from grpo.figures import statistics
+from grpo.figures.text import object_at, with_interval
 from grpo.harmony import answer_turn, completion_of
 from grpo.learn.trainer import Trainer
 from grpo.output.durable import is_intact, read_sealed, write_sealed
@@ -21,7 +22,6 @@ from grpo.reward.calling import Reward
 from grpo.reward.reward_checks import GARBAGE
 from grpo.reward.scoring import Completion, completion_rates, read_completions, score, total
 from grpo.settings.table import Settings
-from grpo.tasks.figure_text import object_at, with_interval
 
 Results = dict[str, Any]  # evaluation.json
 
@@ -61,14 +61,14 @@ class HeldoutEvaluation:
         for name, other in others.items():
             results.pop(name, None)
             if other and after and any(None not in pair for pair in zip(other, after, strict=True)):
-                results[name] = rewards.paired_difference(other, after, self.clusters)
+                results[name] = statistics.paired_difference(other, after, self.clusters)
 
     def measure(self, base: bool = False, greedy: bool = False) -> dict[str, Any]:
         """The figures of a model's answers: EVAL_SAMPLES completions a row (one if `greedy`), or all answers if exact.
 
-        If every row has rewards for its actions, the figures are `rewards.score_probabilities` of these: an answer
-        without an action earns INVALID_REWARD, or the row's lowest reward if that is auto or nan. Otherwise they are
-        `rewards.score_values` of the weighted sum of REWARDS. `functions` has the figures of each reward function."""
+        If every row has rewards for its actions, the figures are `score_probabilities` of these: an answer without an
+        action earns INVALID_REWARD, or the row's lowest reward if that is auto or nan. Otherwise they are
+        `score_values` of the weighted sum of REWARDS. `functions` has the figures of each reward function."""
         s, row_rewards = self.model.settings, [row.rewards for row in self.rows]
         invalid = math.nan if s.INVALID_REWARD is None else s.INVALID_REWARD
         samples = 1 if greedy else s.EVAL_SAMPLES
@@ -77,7 +77,7 @@ class HeldoutEvaluation:
             shares = self.model.probabilities(prompts, max(map(len, row_rewards)), greedy, base).tolist()
             shares = [row_shares[: len(row)] for row_shares, row in zip(shares, row_rewards, strict=True)]
             answers = [samples] * len(row_rewards)
-            figures = rewards.score_probabilities(row_rewards, shares, answers, invalid, self.clusters)
+            figures = statistics.score_probabilities(row_rewards, shares, answers, invalid, self.clusters)
             return figures | {"functions": self.function_figures(self.expected_scores(shares))}
         sampled = [row for row in self.rows for _ in range(samples)]
         ids = self.model.complete([row.prompt for row in sampled], samples, greedy=greedy, base=base)
@@ -88,9 +88,9 @@ class HeldoutEvaluation:
         figures |= {"functions": self.function_figures([scores[row] for row in by_row])}
         if all(row_rewards):
             actions = [[completion.action for completion in completions[row]] for row in by_row]
-            return rewards.score_answers(row_rewards, actions, invalid, self.clusters) | figures
+            return statistics.score_answers(row_rewards, actions, invalid, self.clusters) | figures
         weighted = [total([w * v for w, v in zip(self.weights, values, strict=True)]) for values in scores]
-        figures_of_sum = rewards.score_values([weighted[row] for row in by_row], self.clusters)
+        figures_of_sum = statistics.score_values([weighted[row] for row in by_row], self.clusters)
         return figures_of_sum | {"parse_rate": rates["parse_rate"]} | figures
 
     def score_completions(
@@ -101,11 +101,11 @@ class HeldoutEvaluation:
         columns = column_names(self.rows)
         return completions, score(self.functions, completions, completion_ids, columns, self.state)
 
-    def function_figures(self, scores: Sequence[Sequence[Sequence[float]]]) -> dict[str, rewards.Scores]:
-        """`rewards.score_values`, without its list, of each function; `scores` by row, completion and function."""
+    def function_figures(self, scores: Sequence[Sequence[Sequence[float]]]) -> dict[str, statistics.Scores]:
+        """`statistics.score_values`, without its list, of each function; `scores` by row, completion and function."""
         figures = {}
         for i, name in enumerate(self.names):
-            values = rewards.score_values([[values[i] for values in row] for row in scores], self.clusters)
+            values = statistics.score_values([[values[i] for values in row] for row in scores], self.clusters)
             figures[name] = {key: values[key] for key in ("reward", "reward_low", "reward_high")}
         return figures
 
@@ -144,7 +144,7 @@ def trainer_evaluation(trainer: Trainer, rows: Sequence[Row], exact: bool) -> He
 def new_results(s: Settings, rows: Sequence[Row], exact: bool) -> Results:
     """evaluation.json before any model was measured: the conditions, and the rewards of reference policies."""
     row_rewards = [row.rewards for row in rows]
-    results: Results = dict(rewards.baselines(row_rewards)) if all(row_rewards) else {}
+    results: Results = dict(statistics.baselines(row_rewards)) if all(row_rewards) else {}
     results |= {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": exact}
     return results | {"by_day": any(map(date_of, rows)), "data_sha256": data_fingerprint(rows)}
 

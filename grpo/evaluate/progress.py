@@ -7,7 +7,7 @@ from grpo.common import format_exception, log
 from grpo.data.files import data_fingerprint
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, Results, measure_rewards, trainer_evaluation
 from grpo.evaluate.models import ModelResponder, trained_model
-from grpo.evaluate.tables import reward_comparisons
+from grpo.figures.verdict import objection, reward_comparisons
 from grpo.learn.trainer import Trainer
 from grpo.output import best
 from grpo.output.archive import model_card
@@ -67,7 +67,7 @@ class Progress:
         results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=False)
         record = self.simulation_record(trainer, base=False)
         if chosen := self.keep_best(trainer, self.columns(results["after"]["reward"], record), results, record):
-            (log.warning if best.objection(chosen) else log.info)("best adapter: %s", chosen["in_words"])
+            (log.warning if objection(chosen) else log.info)("best adapter: %s", chosen["in_words"])
 
     def evaluation(self, trainer: Trainer) -> HeldoutEvaluation:
         return trainer_evaluation(trainer, self.resolved.eval_rows, self.resolved.exact)

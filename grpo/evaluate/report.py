@@ -1,85 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sentences and tables of a run's report."""
+"""report.html: one page without network or scripts, made from the template page.html."""
 
-import re
-from collections import defaultdict
+from pathlib import Path
 
-from grpo.evaluate.run_data import Run, duration
-from grpo.evaluate.tables import reward_comparisons
-from grpo.output.best import loading_advice
-from grpo.output.layout import ADAPTER
-from grpo.output.upload import without_folders
-from grpo.settings.parsing import show
-from grpo.tasks.figure_text import finite_number, object_at, with_interval
-from grpo.tasks.simulator import ReportSection
-from grpo.tasks.verdict import verdict
+import jinja2
+import matplotlib.style
 
+from grpo.common import InputError, format_exception
+from grpo.evaluate import report_text
+from grpo.evaluate.heldout_table import HEADER, heldout_rows
+from grpo.evaluate.report_pictures import STYLE, pictures
+from grpo.evaluate.run_files import Run, read_examples, read_run
+from grpo.figures.verdict import reward_verdict
+from grpo.output.durable import write_text
 
-def reward_verdict(run: Run) -> str:
-    """Whether training improved the held-out reward, in plain words, and how it compares with a constant action."""
-    before, after = object_at(run.evaluation, "before"), object_at(run.evaluation, "after")
-    if not before or not after:
-        return "Held-out prompts were not evaluated before and after training: the run goes on, or evaluates none."
-    old, new = finite_number(before.get("reward")), finite_number(after.get("reward"))
-    change = {"reward": new - old} | object_at(run.evaluation, "difference")
-    clause = verdict(reward_comparisons(run.evaluation))
-    difference = with_interval(change, "reward", "+.3f", "95% interval ")
-    return f"The last step's adapter changed held-out reward by {difference}, from {old:.3f} to {new:.3f}: {clause}."
+# The template escapes every value by itself; nothing is marked as safe.
+LOADER = jinja2.FileSystemLoader(Path(__file__).parent)
+TEMPLATES = jinja2.Environment(loader=LOADER, autoescape=True, undefined=jinja2.StrictUndefined)
 
 
-def simulator_section(run: Run) -> ReportSection:
-    """The section that the task's simulator writes; an empty section if nothing was simulated."""
-    return run.simulator.report(run.closed_loop) if run.simulator else ReportSection()
+def page_text(run: Run) -> str:
+    """The page of a run."""
+    # The page does not depend on styles that the caller or the user has set.
+    with matplotlib.style.context(["default", "tableau-colorblind10", STYLE]):
+        drawn = pictures(run)
+    section = report_text.simulator_section(run)
+    return TEMPLATES.get_template("page.html").render(
+        name=run.folder.resolve().name,
+        verdicts=[reward_verdict(run.evaluation), section.verdict, report_text.adapter_advice(run)],
+        facts=report_text.facts(run),
+        pictures=drawn,
+        heldout=(HEADER, heldout_rows(run.evaluation)),
+        section=section,
+        examples=read_examples(run.folder / "completions.csv", run.record),
+        settings=(["Setting", "Value", "Set by"], report_text.settings_rows(run)),
+        choices=(["Choice", "Value", "Reason"], report_text.choices_rows(run)),
+    )
 
 
-# The names of choices in settings.json that do not say by themselves what was chosen.
-CHOICES = {
-    "rollouts": "vLLM generates",
-    "evaluation": "exact evaluation",
-    "simulation": "exact simulation",
-    "best": "best adapter by",
-    "heldout": "held-out rows",
-    "sync": "weight sync",
-}
-
-
-def adapter_advice(run: Run) -> str:
-    """The advice of the run's README.md on which adapter to load, as plain text."""
-    has_adapter = (run.folder / ADAPTER).is_file()
-    if not run.best and not has_adapter:
-        return "The run has no adapter yet, except in its checkpoints."
-    advice = loading_advice(run.best, run.steps if has_adapter else None)
-    return re.sub(r"\*\*|`|\n", "", advice)
-
-
-def facts(run: Run) -> list[tuple[str, str]]:
-    """(label, text) of the run's model, data, settings, machine and time."""
-    settings, machine, seconds = run.settings, object_at(run.record, "machine"), run.metrics["step_s"].dropna()
-    (rewards, _), (heldout, _) = (run.choices.get(name, ("?", "")) for name in ("rewards", "heldout"))
-    known = defaultdict(lambda: "?", settings)
-    known |= {
-        "REWARDS": settings.get("REWARDS") or rewards,
-        "EVAL_DATA": settings.get("EVAL_DATA") or f"{heldout} rows held out of DATA",
-    }
-    names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
-    rows = [(label, without_folders(str(known[name]))) for label, name in names.items()]
-    rows.append(("Machine", str(machine.get("gpu") or f"no GPU, {machine.get('cores', '?')} cores")))
-    time = f"{duration(seconds.sum())}, median {duration(seconds.median())} a step"
-    rows.append(("Steps", f"{run.steps} of {known['TOTAL_STEPS']}; {time}"))
-    return rows
-
-
-def settings_rows(run: Run) -> list[list[str]]:
-    """The settings that are not at their defaults, and where each was set."""
-    sources = [(name, source) for name, source in object_at(run.record, "sources").items() if source != "default"]
-    return [[name, without_folders(show(run.settings.get(name))), str(source)] for name, source in sources]
-
-
-def choices_rows(run: Run) -> list[list[str]]:
-    """Every automatic choice and its reason; that of the simulation only where there was one."""
-    words = {"True": "yes", "False": "no", "None": "none"}
-    return [
-        [CHOICES.get(name, name), words.get(str(value), str(value)), reason]
-        for name, (value, reason) in run.choices.items()
-        if name != "simulation" or run.simulator
-    ]
+def write_report(folder: Path) -> Path:
+    """Write `folder`/report.html and return its path. Raises InputError if the folder holds no run, if one of its
+    files is damaged, or if the page cannot be written."""
+    page = folder / "report.html"
+    try:
+        # "replace" is for lone surrogates from a JSON file, which cannot be encoded.
+        write_text(page, page_text(read_run(folder)).encode("utf-8", "replace").decode("utf-8"))
+    except OSError as error:
+        raise InputError(f"the report cannot be written to {folder}: {error.strerror or error}") from error
+    except InputError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        message = f"{folder}: a file is not as the run wrote it ({format_exception(error)})"
+        raise InputError(f"{message}; was it edited by another program?") from error
+    return page

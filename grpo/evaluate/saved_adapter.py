@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and checks the adapter that a command line names: its files, its base model's, and the settings of its run."""
 
-import contextlib
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from grpo.common import Problems, one_line
+from grpo.figures.text import object_at
 from grpo.output.best import adapter_fault, read_best
-from grpo.output.durable import file_sha256, read_json
+from grpo.output.durable import Record, file_sha256, read_json
 from grpo.output.folder import model_commit
 from grpo.output.layout import ADAPTER, SETTINGS
 from grpo.plan.hub import ModelFiles, count_parameters, find_model
@@ -35,42 +35,39 @@ def run_folders(adapter: Path | None) -> tuple[Path, ...]:
     return (adapter, adapter.resolve().parent) if adapter else ()
 
 
+def run_folder(adapter: Path) -> Path | None:
+    """The folder of the run that made the adapter; None where no settings.json names one."""
+    return next((path for path in run_folders(adapter) if (path / SETTINGS).is_file()), None)
+
+
+def run_record(adapter: Path | None) -> Record:
+    """settings.json of the adapter's run; empty where there is none that can be read."""
+    records = (read_json(path / SETTINGS, empty=(OSError, ValueError)) for path in run_folders(adapter))
+    return next((record for record in records if "settings" in record), {})
+
+
 def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment, updated from the settings.json of the adapter's run: RECORDED settings replace those of the
     environment, REPLACEABLE ones fill in what it lacks. Without settings.json, MODEL_ID is filled in from
     adapter_config.json. REWARDS=auto becomes the functions that the run chose."""
-    for path in run_folders(adapter):
-        try:
-            record = read_json(path / SETTINGS)
-            values = dict(record["settings"])
-            if values.get("REWARDS", "") is None:
-                values["REWARDS"] = ((record.get("choices") or {}).get("rewards") or [None])[0]
-            replaceable, fixed = (
-                {name: show(values[name]) for name in names if name in values} for names in (REPLACEABLE, RECORDED)
-            )
-            return replaceable | dict(environ) | fixed
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if adapter and (base := read_json(adapter / CONFIG).get("base_model_name_or_path")):
-            return {"MODEL_ID": str(base)} | dict(environ)
-    return dict(environ)
+    if record := run_record(adapter):
+        values = dict(record["settings"])
+        if values.get("REWARDS", "") is None:
+            choice = object_at(record, "choices").get("rewards")
+            values["REWARDS"] = choice[0] if isinstance(choice, list) and choice else None
+        replaceable, fixed = (
+            {name: show(values[name]) for name in names if name in values} for names in (REPLACEABLE, RECORDED)
+        )
+        return replaceable | dict(environ) | fixed
+    config = read_json(adapter / CONFIG, empty=(OSError, ValueError)) if adapter else {}
+    base = config.get("base_model_name_or_path")
+    return ({"MODEL_ID": str(base)} if base else {}) | dict(environ)
 
 
 def commit_of_run(adapter: Path | None, model_id: str) -> str | None:
     """The Hub's commit of `model_id` on which the run of the adapter trained, from the same settings.json."""
-    for path in run_folders(adapter):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            return model_commit(read_json(path / SETTINGS), model_id)
-    return None
-
-
-def recorded_fingerprint(adapter: Path) -> str:
-    """The `data_fingerprint` of the rows that the adapter's run was trained on; empty where it is not recorded."""
-    for path in run_folders(adapter):
-        with contextlib.suppress(OSError, ValueError):
-            return str(read_json(path / SETTINGS).get("data_sha256", ""))
-    return ""
+    record = run_record(adapter)
+    return model_commit(record, model_id) if record else None
 
 
 def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Settings, Problems]:

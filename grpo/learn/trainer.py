@@ -19,6 +19,7 @@ from trl import GRPOConfig
 from grpo.common import log
 from grpo.data.files import Row, column_names
 from grpo.data.prompts import row_order, sampling_seed
+from grpo.figures.verdict import loading_advice, objection
 from grpo.learn.context import RunContext
 from grpo.learn.finite import FiniteCallback
 from grpo.learn.learner import Learner
@@ -29,7 +30,7 @@ from grpo.learn.step import Step, new_step
 from grpo.learn.timer import StepTimerCallback
 from grpo.model.expert_lora import experts_wrapped
 from grpo.output.archive import model_card
-from grpo.output.best import loading_advice, objection, read_best
+from grpo.output.best import read_best
 from grpo.output.checkpoints import ROLLOUT, begin_checkpoint, finish_checkpoint, rotate_checkpoints
 from grpo.output.durable import write_text
 from grpo.output.layout import BEST
@@ -201,8 +202,7 @@ class Trainer(Learner):
         step, note, adapter = self.state.global_step, "", "."
         if Path(folder) == self.run.folder:
             record = read_best(self.run.folder)
-            note = loading_advice(record, step)
-            adapter = BEST if record and not objection(record) else "."
+            note, adapter = loading_advice(record, step), BEST if record and not objection(record) else "."
         card = model_card(self.run.settings, step, self.reward_summary, note, adapter)
         write_text(Path(folder) / "README.md", card)
 

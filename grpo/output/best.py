@@ -8,18 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from grpo.figures.verdict import Comparison, describe_best
 from grpo.output.checkpoints import CUT_OFF
 from grpo.output.durable import Record, file_sha256, read_sealed, sync, sync_files, write_sealed
 from grpo.output.layout import ADAPTER, BEST, BEST_RECORD, COMPLETE, MANIFEST, unused_path
 from grpo.settings.table import TASK_FILES
-from grpo.tasks.verdict import BASE, Comparison, obstacle, verdict
 
-# BEST_BY -> the column of metrics.csv that decides, a simulator's first figure in task.json; the phrase for its value.
-FIGURES, WORDS = {"reward": "heldout_reward"}, {"reward": "held-out reward of {:.3f}"}
-for task in TASK_FILES.values():
-    if best_by := task.get("best_by"):
-        FIGURES[best_by], figure = next(iter(task["figures"].items()))
-        WORDS[best_by] = figure["words"]
+# BEST_BY -> the column of metrics.csv that decides: that of a simulator is its first in task.json.
+FIGURES = {"reward": "heldout_reward"} | {
+    task["best_by"]: next(iter(task["figures"])) for task in TASK_FILES.values() if task.get("best_by")
+}
 
 
 def is_better(best_by: str, value: float, other: float) -> bool:
@@ -127,36 +125,3 @@ def recover_best(folder: Path) -> None:
         best.rename(unused_path(folder, f"superseded-{BEST}"))
     for path in (new, old):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def read_comparisons(record: Record) -> list[Comparison]:
-    """The comparisons of the best adapter; none in the record of an earlier version."""
-    return [Comparison(**comparison) for comparison in record.get("comparisons", [])]
-
-
-def describe_best(record: Record) -> str:
-    """A clause that says from which step best/ comes, and whether it beats the base model and other policies."""
-    value, base_value = (WORDS[record["by"]].format(record[name]) for name in ("value", "base_value"))
-    step = f"step {record['step']} is the best of the evaluated ones, with a {value}"
-    if not record["better_than_base"]:
-        return f"{step}, but NOT BETTER than {BASE} without any adapter ({base_value})"
-    clause = verdict(read_comparisons(record), "it")
-    return f"{step} (base model: {base_value}){clause and ': '}{clause}"
-
-
-def objection(record: Record) -> str:
-    """Why the adapter in best/ is not one to load, in words that follow `No adapter`; empty if it is."""
-    return obstacle(read_comparisons(record)) if record.get("better_than_base", True) else f"beats {BASE}"
-
-
-def loading_advice(record: Record, last_step: int | None) -> str:
-    """A paragraph on which adapter to load, for the run's model card and its report: that in best/, or that of
-    `last_step` beside it; None if there is none beside it."""
-    if "in_words" not in record:
-        unknown = "nothing was measured on held-out rows, so whether it beats the base model is not known"
-        return f"**Load the last step's adapter, in the run's folder**: {unknown}.\n"
-    if reason := objection(record):
-        return f"**No adapter {reason}**: {record['in_words']}. It is in `best/`.\n"
-    flatters = "The same held-out data chose it, so its figure flatters."
-    last = "" if last_step is None else f" The one in this folder is of step {last_step}, the last."
-    return f"**Load the adapter in `best/`**: {record['in_words']}. {flatters}{last}\n"

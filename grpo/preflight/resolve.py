@@ -11,6 +11,7 @@ from grpo.common import Problems
 from grpo.data.files import Row
 from grpo.data.heldout import Split
 from grpo.data.prepare import prepare_rows
+from grpo.figures.text import object_at
 from grpo.output.folder import RunState, inspect_run
 from grpo.output.layout import run_folder
 from grpo.plan import hub
@@ -23,7 +24,6 @@ from grpo.preflight.choices import Choice
 from grpo.process.ranks import Ranks
 from grpo.reward.loading import is_by_action, reward_specs
 from grpo.settings.table import FIELDS, Settings
-from grpo.tasks.figure_text import object_at
 from grpo.tasks.simulator import SimulationPlan, load_simulator
 
 Choices = dict[str, Choice[Any]]  # By the name of the setting, or of the choice where there is no setting.

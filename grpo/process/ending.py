@@ -269,7 +269,8 @@ def decide_outcome(end: Finished | BaseException, run: StartedRun | None = None)
         case RewardError():
             words = f"{end}; when its cause is fixed, {advice}" if run else str(end)
             return Outcome(ExitCode.FAILED, (words,), error=end)
-    return Outcome(ExitCode.FAILED, ("the run failed", f"when its cause is fixed, {advice}"), error=end, is_fault=True)
+    lines = ("the run failed", f"when its cause is fixed, {advice}") if run else ("the run failed",)
+    return Outcome(ExitCode.FAILED, lines, error=end, is_fault=True)
 
 
 def print_refusal(outcome: Outcome) -> None:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo.common import Problems
 from grpo.data.files import Row
+from grpo.figures.verdict import Comparison
 from grpo.settings.table import Settings
-from grpo.tasks.verdict import Comparison
 
 if TYPE_CHECKING:  # a check that names missing packages must run without numpy
     import numpy as np

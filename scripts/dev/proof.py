@@ -18,6 +18,7 @@ import numpy as np
 from grpo.common import InputError
 from grpo.evaluate.ask import prepare
 from grpo.evaluate.models import start_model
+from grpo.figures.statistics import confidence_interval
 from grpo.harmony import ANSWER_BEFORE
 from grpo.model import checkpoint
 from grpo.model import gptoss_format as gptoss
@@ -28,7 +29,6 @@ from grpo.plan.machine import read_machine
 from grpo.process.child import run_child
 from grpo.settings.parsing import parse_value
 from grpo.tasks.tes.dataset import file_name
-from rewards import confidence_interval
 from scripts.dev import record
 from scripts.dev.proof_data import Scale, write_data
 from scripts.dev.record import Figure, figure, read_json

@@ -26,8 +26,14 @@ def adapter(saved_adapter, tmp_path):
     torch.manual_seed(0)
     weights = load_file(folder / ADAPTER)
     save_file({name: torch.randn(value.shape) for name, value in weights.items()}, folder / ADAPTER)
-    (folder / "settings.json").write_text(json.dumps({"settings": {"MODEL_ID": "tiny", "MAX_COMPLETION_LEN": 8}}))
+    write_record(folder)
     return folder
+
+
+def write_record(adapter, **settings):
+    """settings.json of the adapter's run."""
+    settings = {"MODEL_ID": "tiny", "MAX_COMPLETION_LEN": 8} | settings
+    (adapter / "settings.json").write_text(json.dumps({"settings": settings}))
 
 
 def answers_of(capsys, adapter, questions, *options):
@@ -101,16 +107,14 @@ def test_a_csv(adapter, tmp_path, capsys):
 
 def test_actions_are_shown_only_where_the_run_or_the_row_has_some(adapter, tmp_path, capsys):
     """A run on free text writes numbers in brackets too, which name no action."""
-    record = {"settings": {"MODEL_ID": "tiny", "MAX_COMPLETION_LEN": 8, "REWARDS": "mine:score,format=0.5"}}
-    (adapter / "settings.json").write_text(json.dumps(record))
+    write_record(adapter, REWARDS="mine:score,format=0.5")
     assert ask.main([str(adapter), QUESTION, "--base"]) == 0
     assert "action:" not in capsys.readouterr().out
     questions = write_csv(tmp_path / "asked.csv", ["prompt", "note"], [[QUESTION, "x"]])
     assert list(answers_of(capsys, adapter, questions)[0]) == ["prompt", "note", "completion"]
     header = ["prompt", "reward_action_0", "reward_action_1"]
     assert "action" in answers_of(capsys, adapter, write_csv(questions, header, [[QUESTION, 0, 1]]))[0]
-    record["settings"]["REWARDS"] = "mine:score, best=2"
-    (adapter / "settings.json").write_text(json.dumps(record))
+    write_record(adapter, REWARDS="mine:score, best=2")
     assert "action" in answers_of(capsys, adapter, write_csv(questions, ["prompt"], [[QUESTION]]))[0]
 
 
@@ -140,15 +144,13 @@ def test_columns_of_the_file_are_not_overwritten(adapter, tmp_path, capsys):
     questions = write_csv(tmp_path / "asked.csv", header, [[QUESTION, "mine", "7"]])
     (row,) = answers_of(capsys, adapter, questions)
     assert (row["csv_completion"], row["csv_action"]) == ("mine", "7") and "mine" not in row["completion"]
-    record = {"settings": {"MODEL_ID": "tiny", "MAX_COMPLETION_LEN": 8, "REWARDS": "mine:score"}}
-    (adapter / "settings.json").write_text(json.dumps(record))
+    write_record(adapter, REWARDS="mine:score")
     (row,) = answers_of(capsys, adapter, questions)
     assert list(row) == ["prompt", "csv_completion", "action", "completion"] and row["action"] == "7"
 
 
 def test_lengths_come_from_the_environment_where_they_are_set(adapter, capsys, monkeypatch):
-    settings = {"MODEL_ID": "tiny", "MAX_PROMPT_LEN": 20, "MAX_COMPLETION_LEN": 8, "TOP_P": 0.9}
-    (adapter / "settings.json").write_text(json.dumps({"settings": settings}))
+    write_record(adapter, MAX_PROMPT_LEN=20, TOP_P=0.9)
     monkeypatch.setenv("TOP_P", "2")  # the run's is what counts
     with pytest.raises(InputError, match="or set MAX_PROMPT_LEN=") as caught:
         ask.main([str(adapter), QUESTION, "--serve"])

@@ -145,7 +145,7 @@ def test_a_damaged_closed_loop_is_not_taken_over(monkeypatch, tmp_path, seed, is
 @pytest.mark.parametrize("module", [mock.Mock(write_report=mock.Mock(side_effect=ZeroDivisionError)), None])
 def test_a_report_that_fails_does_not_fail_the_run(monkeypatch, tmp_path, caplog, module):
     """Nor does one that cannot begin, without matplotlib or jinja2."""
-    monkeypatch.setitem(sys.modules, "grpo.evaluate.page", module)
+    monkeypatch.setitem(sys.modules, "grpo.evaluate.report", module)
     with caplog.at_level(logging.WARNING, "train_grpo"):
         train_grpo.write_report_and_zip(tmp_path)
     assert "scripts/report.py" in caplog.text and tmp_path.with_name(tmp_path.name + ".zip").exists()

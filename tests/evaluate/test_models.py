@@ -6,14 +6,15 @@ import json
 import shutil
 
 import pytest
+import torch
 from ask import parse_args
 from helpers import QUESTION, RENDERED
 from machines import CPU, H100, only
 
 from grpo.common import InputError, Problems
 from grpo.evaluate.ask import serve_commands
-from grpo.evaluate.by_hand import choose_engine
-from grpo.evaluate.models import settings_alone, start_model
+from grpo.evaluate.evaluate_adapter import choose_engine
+from grpo.evaluate.models import load_torch_model, settings_alone, start_model
 from grpo.evaluate.saved_adapter import check_model, load_run_settings
 from grpo.model.experts import quantized_experts
 from grpo.plan.hub import REAL_CONFIG, find_model
@@ -82,3 +83,13 @@ def test_vllm_does_not_answer_for_a_model_that_it_computes_otherwise(tiny, tmp_p
     (folder / "config.json").write_text(json.dumps(config | {"swiglu_limit": 5.0}))
     check_model(Settings(MODEL_ID=str(folder)), None, CPU, problems := Problems())
     assert "swiglu_limit is 5.0 instead of 7.0" in only(problems)
+
+
+def test_evaluations_sample_from_all_tokens():
+    """transformers' own default leaves all but the 50 likeliest out, and rollouts do not."""
+    settings = Settings(MODEL_ID="tiny", EXPERTS="bf16", MAX_COMPLETION_LEN=1)
+    model = load_torch_model(settings, find_model("tiny", Problems()), None, "eager")
+    with torch.no_grad():  # Nearly equal: of equal ones, the 50 likeliest would be all.
+        model.network.lm_head.weight *= 1e-3
+    tokens = {ids[0] for ids in model.complete(["hour 8"] * 256, 256)}
+    assert len(tokens) > 150, "of some 800 nearly equally likely ones"

@@ -16,10 +16,11 @@ from transformers.trainer_callback import TrainerCallback
 from grpo.data.files import Row
 from grpo.evaluate.heldout_reward import HeldoutEvaluation
 from grpo.evaluate.progress import Progress
-from grpo.output.best import loading_advice
+from grpo.figures.verdict import loading_advice
 from grpo.output.durable import read_json
 from grpo.output.folder import RunState
 from grpo.output.layout import ADAPTER, BEST
+from grpo.plan.hub import read_json
 from grpo.settings.table import Settings
 from grpo.tasks.simulator import SimulationPlan
 

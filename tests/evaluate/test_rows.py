@@ -18,13 +18,13 @@ from helpers import ROOT, read_csv, run_script, write_csv
 from machines import H100
 from stub_vllm import stub_engine
 
-import rewards
 from grpo.common import InputError, Problems
 from grpo.data import files
 from grpo.data.files import data_fingerprint
 from grpo.data.heldout import date_of, hold_out
-from grpo.evaluate import by_hand
+from grpo.evaluate import evaluate_adapter
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, are_figures
+from grpo.figures.statistics import paired_difference
 from grpo.output.durable import read_json, read_sealed
 from grpo.preflight.choices import Choice
 from grpo.reward.calling import RewardError
@@ -77,7 +77,7 @@ def test_the_same_day_or_prompt_in_two_files_is_one_cluster():
         assert evaluation.clusters[:6] == evaluation.clusters[6:] and len(set(evaluation.clusters)) == 6
         results = {"before": {"reward_by_prompt": [0.0] * 12}, "after": {"reward_by_prompt": [*range(6)] * 2}}
         evaluation.add_differences(results)
-        once = rewards.paired_difference([0.0] * 6, list(range(6)))
+        once = paired_difference([0.0] * 6, list(range(6)))
         assert results["difference"] == pytest.approx(once) and results["difference"]["clusters"] == 6
 
 
@@ -165,8 +165,8 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
     monkeypatch.delitem(sys.modules, "short_answers", raising=False)
     if engine == "vLLM":
         monkeypatch.setattr("grpo.evaluate.models.start_engine", stub_engine)
-        monkeypatch.setattr(by_hand, "read_machine", lambda: H100)
-        monkeypatch.setattr(by_hand, "choose_use_vllm", lambda *arguments: Choice(True, "a stub"))
+        monkeypatch.setattr(evaluate_adapter, "read_machine", lambda: H100)
+        monkeypatch.setattr(evaluate_adapter, "choose_use_vllm", lambda *arguments: Choice(True, "a stub"))
     write_csv(tmp_path / "a.csv", ["prompt", "note", "day"], [[f"question {n}", n / 10, "Monday"] for n in range(6)])
     monkeypatch.setenv("MAX_COMPLETION_LEN", "12")
     arguments = [str(saved_adapter), "--model", "tiny", "--data", "a.csv", "--rewards", "short_answers:short"]
@@ -238,12 +238,12 @@ def test_a_strangers_module_is_not_imported(saved_adapter, tmp_path, monkeypatch
         ev.main([named, "--data", str(data)])
     assert not {"stranger", "adapter", "adapter.stranger"} & (set(sys.modules) - before)
     options = ev.parse_args([named, "--data", str(data), "--rewards", name])
-    assert by_hand.strange_rewards(options, name) is None
+    assert evaluate_adapter.strange_rewards(options, name) is None
 
 
 def test_figures_that_a_full_disk_does_not_take_are_printed(capsys):
     with pytest.raises(OSError) as error:
-        by_hand.write_results(Path("/dev/full"), {"reward": 1.0}, "the table")
+        evaluate_adapter.write_results(Path("/dev/full"), {"reward": 1.0}, "the table")
     assert error.value.filename == "/dev/full" and capsys.readouterr().out == "the table\n"
 
 

@@ -8,7 +8,8 @@ import math
 import pytest
 from damage import KINDS
 
-from grpo.output.best import adapter_fault, is_better, keep_best, loading_advice, read_best, recover_best, replace_best
+from grpo.figures.verdict import loading_advice
+from grpo.output.best import adapter_fault, is_better, keep_best, read_best, recover_best, replace_best
 from grpo.output.durable import write_sealed
 from grpo.output.layout import ADAPTER, BEST
 

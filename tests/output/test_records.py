@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from run_folders import EVALUATION, inspect, metrics_row, run_dir, write_run
 
 from grpo.common import InputError
-from grpo.evaluate.report import choices_rows, facts, settings_rows
-from grpo.evaluate.run_data import read_run
+from grpo.evaluate.report_text import choices_rows, facts, settings_rows
+from grpo.evaluate.run_files import read_run
 from grpo.evaluate.saved_adapter import recorded_settings
+from grpo.figures.verdict import loading_advice
 from grpo.output.archive import write_zip
-from grpo.output.best import keep_best, loading_advice, read_best
+from grpo.output.best import keep_best, read_best
 from grpo.output.checkpoints import checkpoints
 from grpo.output.durable import TYPES, is_intact, read_json, read_sealed, write_sealed
 from grpo.output.folder import complete_steps, continuation

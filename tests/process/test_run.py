@@ -17,7 +17,8 @@ from hub_server import TOKEN, HubServer, files_in
 from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held, wait_until
 
 from grpo.data.prompts import prompt_order
-from grpo.output.best import loading_advice, read_best
+from grpo.figures.verdict import loading_advice
+from grpo.output.best import read_best
 from grpo.output.checkpoints import LOADING_FILES, RESUME_FILES, ROLLOUT, find_checkpoint
 from grpo.output.layout import COMPLETE, MANIFEST
 from grpo.output.logs import COMPLETIONS, METRICS

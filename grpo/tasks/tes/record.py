@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-import rewards
+from grpo.figures.statistics import confidence_interval
+from grpo.figures.text import finite_number
 from grpo.phases import ROWS_S, Phase
 from grpo.settings.table import Settings
-from grpo.tasks.figure_text import finite_number
 from grpo.tasks.simulator import GREEDY, Record, SimulationPlan
 from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import profiles as tes_profiles
@@ -118,7 +118,7 @@ def add_totals(record: Record) -> None:
         above = [100 * (a - b) for a, b in zip(priced[mine], priced[other], strict=True)]
         low = high = None
         if len(set(dates)) >= LEAST_WINDOWS and whole > 0:
-            low, high = rewards.confidence_interval(above, optimum, dates)
+            low, high = confidence_interval(above, optimum, dates)
         percent = math.fsum(above) / whole if whole > 0 else None
         figures = {"regret_percent": percent, "regret_percent_low": low, "regret_percent_high": high}
         return {name: json_number(value) for name, value in figures.items()}

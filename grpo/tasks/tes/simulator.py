@@ -4,16 +4,16 @@
 import dataclasses
 import functools
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo.common import InputError, Problems
 from grpo.data.files import Row, find_files, read_rows
 from grpo.data.prompts import render
+from grpo.figures.text import finite_number, object_at, table_lines, with_interval, wrapped
+from grpo.figures.verdict import BASE, RARE_LOSSES, RULE, Comparison, verdict, verdict_lines
 from grpo.harmony import open_answer
 from grpo.settings.table import Settings
-from grpo.tasks.figure_text import finite_number, object_at, table_lines, with_interval
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import record as tes_record
 from grpo.tasks.tes.closed_loop import DECISIONS
@@ -21,7 +21,6 @@ from grpo.tasks.tes.plant import PLANT
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import prompt_kind, renderer
 from grpo.tasks.tes.record import ClosedLoopPlan
-from grpo.tasks.verdict import BASE, RARE_LOSSES, Comparison, verdict
 
 PROFILE = "data/profile_heldout.csv"  # of the demo's held-out rows
 HEADER = ("", "CO2, kg", "Cycled, kWh", "Regret, %", "Unparsed", "Unserved, kWh", "In windows", "Worst window (kWh)")
@@ -152,10 +151,9 @@ class ClosedLoop(Simulator):
         if "difference" in record:
             change = with_interval(record["difference"], "regret_percent", "+.1f", "95% interval ")
             lines.append(f"  trained against base: regret {change} points")
-        if comparisons := self.comparisons(record):
-            lines += textwrap.wrap(verdict(comparisons), 110, initial_indent="  ", subsequent_indent="    ")
+        lines += verdict_lines(self.comparisons(record))
         if any(map(hides_losses, record["totals"].values())):
-            lines += textwrap.wrap(f"* {UNSERVED_LOSSES}", 110, initial_indent="  ", subsequent_indent="    ")
+            lines += wrapped(f"* {UNSERVED_LOSSES}")
         return "\n".join(lines)
 
     def comparisons(self, record: Record) -> list[Comparison]:
@@ -168,7 +166,7 @@ class ClosedLoop(Simulator):
         if "trained" in totals and (rule := tes_record.best_rule(totals)):
             paired = object_at(record, "difference_rule")
             regret = 0.0 if paired else finite_number(totals[rule].get("regret_percent"))
-            gains.append(saved_regret(f"the best fixed rule, {rule}", paired or totals["trained"], regret, windows))
+            gains.append(saved_regret(RULE.format(rule), paired or totals["trained"], regret, windows))
         return gains
 
     def report(self, record: Record) -> ReportSection:

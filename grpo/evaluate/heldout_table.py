@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """evaluation.json as a table: for the terminal, the report and the cards of models."""
 
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from grpo.tasks.figure_text import finite_number, object_at, table_lines, with_interval
-from grpo.tasks.verdict import BASE, Comparison, compare, verdict
+from grpo.figures.text import finite_number, object_at, table_lines, with_interval
+from grpo.figures.verdict import reward_comparisons, verdict_lines
 
 HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped", "Answers by action"]
 # Names of the models for readers, by their keys in evaluation.json.
@@ -32,23 +31,6 @@ def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
             rows.append([name, *cells, *shares, answers_by_action(figures)])
     rows += [["oracle", with_interval(evaluation, "oracle")]] if "oracle" in evaluation else []
     return [row + [""] * (len(HEADER) - len(row)) for row in rows]
-
-
-def reward_comparisons(evaluation: Mapping[str, Any]) -> list[Comparison]:
-    """The trained model's held-out reward against the base model's and that of the best constant action. A record of an
-    earlier version has no `difference_constant`: there the action's reward is compared with the model's interval."""
-    unit, after = "day" if evaluation.get("by_day") else "prompt", object_at(evaluation, "after")
-    if not after:
-        return []
-    comparisons = []
-    if object_at(evaluation, "before"):
-        comparisons.append(compare(BASE, object_at(evaluation, "difference"), unit=unit))
-    if "constant_action" in evaluation:
-        constant = finite_number(evaluation.get("constant"))
-        gain = {f"reward_{end}": finite_number(after.get(f"reward_{end}")) - constant for end in ("low", "high")}
-        name = f"always [{evaluation['constant_action']}], the best constant action"
-        comparisons.append(compare(name, object_at(evaluation, "difference_constant") or gain, unit=unit))
-    return comparisons
 
 
 def answers_by_action(figures: Mapping[str, Any]) -> str:
@@ -78,5 +60,4 @@ def evaluation_table(results: Mapping[str, Any]) -> str:
         scores = {name: object_at(results[key], "functions", function) for key, name in names.items()}
         rows += [[f"  {name}", with_interval(figures, "reward")] for name, figures in scores.items()]
     heading = f"Mean reward at temperature {results['temperature']:g}, {how}, 95% interval over {over}"
-    words = textwrap.wrap(verdict(reward_comparisons(results)), 110, initial_indent="  ", subsequent_indent="    ")
-    return "\n".join([heading, *table_lines([HEADER, *rows]), *words])
+    return "\n".join([heading, *table_lines([HEADER, *rows]), *verdict_lines(reward_comparisons(results))])

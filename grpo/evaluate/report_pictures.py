@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from grpo.evaluate.run_data import FUNCTION, Run
+from grpo.evaluate.run_files import FUNCTION, Run
+from grpo.figures.text import finite_number
 from grpo.output.logs import EVALUATED, METRICS
 from grpo.settings.table import TASK_FIGURES
-from grpo.tasks.figure_text import finite_number
 
 MEAN_STEPS = 10  # steps in a moving mean
 DPI = 160

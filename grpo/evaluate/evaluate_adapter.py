@@ -14,9 +14,9 @@ from grpo.data.files import data_fingerprint, label, read_rows
 from grpo.data.heldout import Split, date_notes, read_split
 from grpo.data.prepare import prepare_rows
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, new_results
+from grpo.evaluate.heldout_table import evaluation_table
 from grpo.evaluate.models import ModelResponder, start_model
-from grpo.evaluate.saved_adapter import check_model, load_run_settings, recorded_fingerprint
-from grpo.evaluate.tables import evaluation_table
+from grpo.evaluate.saved_adapter import check_model, load_run_settings, run_folders, run_record
 from grpo.output.durable import check_writable, write_named
 from grpo.output.layout import SETTINGS
 from grpo.plan.hub import ModelFiles, count_parameters
@@ -49,9 +49,7 @@ def strange_rewards(options: argparse.Namespace, text: str) -> str | None:
     user names."""
     if options.run is None or options.rewards or os.environ.get("REWARDS"):
         return None
-    folders = [
-        folder for folder in (options.run.resolve(), options.run.resolve().parent) if (folder / SETTINGS).exists()
-    ]
+    folders = [folder.resolve() for folder in run_folders(options.run) if (folder / SETTINGS).exists()]
     for part in split_commas(text):
         module, colon, _ = part.partition("=")[0].strip().partition(":")
         source = Path(*module.split(".")).resolve()
@@ -101,7 +99,7 @@ def evaluate(options: argparse.Namespace) -> tuple[str, Path]:
     if simulator and simulator.plan(s, split.heldout or split.train, "", False, True, Problems()).is_mentioned:
         return simulate(options)
     if options.run and s.EVAL_DATA is None and split.heldout:
-        recorded = recorded_fingerprint(options.run)
+        recorded = run_record(options.run).get("data_sha256")
         if recorded and recorded != data_fingerprint(split.train):
             fault = f"{options.run} was not trained on the rows that DATA leaves for training: it may have seen these"
             problems.add("held-out rows", fault, "Restore DATA, or name the rows to score: --data FILE")

@@ -2,6 +2,7 @@
 """Measured figures as text: for tables in the terminal and for the report of a run."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,3 +41,8 @@ def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
         others = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=False)]
         lines.append("  ".join([f"  {row[0]:<{widths[0]}}", *others]).rstrip())
     return lines
+
+
+def wrapped(text: str) -> list[str]:
+    """A sentence below a table, as lines for a terminal."""
+    return textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="    ")

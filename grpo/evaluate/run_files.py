@@ -17,9 +17,9 @@ from grpo.common import InputError, Problems, printable, split_commas
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.data.formats import is_dataset
 from grpo.data.heldout import hold_out
+from grpo.figures.text import finite_number, object_at
 from grpo.output import durable
 from grpo.output.logs import COMPLETIONS, EVALUATED, METRICS, PROMPT, function_column
-from grpo.tasks.figure_text import finite_number, object_at
 from grpo.tasks.simulator import Simulator, load_simulator
 
 FUNCTION = function_column("")  # prefix of the columns of reward functions

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grpo.common import InputError
-from grpo.evaluate.report import facts, reward_verdict, simulator_section
-from grpo.evaluate.run_data import Run, read_json, read_run
-from grpo.evaluate.tables import HEADER, heldout_rows
+from grpo.evaluate.heldout_table import HEADER, heldout_rows
+from grpo.evaluate.report_text import facts, simulator_section
+from grpo.evaluate.run_files import Run, read_json, read_run
+from grpo.evaluate.saved_adapter import run_folder
+from grpo.figures.text import object_at
+from grpo.figures.verdict import reward_verdict
 from grpo.output.archive import base_model_name, loading_code
 from grpo.output.durable import write_text
 from grpo.output.layout import ADAPTER, SETTINGS
@@ -20,7 +23,6 @@ from grpo.plan.hub import MODEL_FILES
 from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.preflight.adapter import CONFIG, is_on_experts
 from grpo.settings.table import Settings
-from grpo.tasks.figure_text import object_at
 
 FORMS = {
     "": "a LoRA adapter for {base}",
@@ -30,24 +32,19 @@ FORMS = {
 GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402.03300))."
 
 
-def run_of(adapter: Path) -> Path | None:
-    """The folder of the run that made an adapter: the adapter's own, or the parent of best/ and of checkpoints."""
-    return next((path for path in (adapter, adapter.resolve().parent) if (path / SETTINGS).is_file()), None)
-
-
 def results(run: Run, adapter: Path) -> str:
     """The run's figures for this adapter: those of the report for the last step's, that of best.json for best/."""
     if not run.folder.samefile(adapter):
         words = read_json(adapter / "best.json").get("in_words")
         return f"{words[0].upper()}{words[1:]}." if words else f"`{adapter.name}` was not measured by itself."
-    verdicts = " ".join(filter(None, (reward_verdict(run), simulator_section(run).verdict)))
+    verdicts = " ".join(filter(None, (reward_verdict(run.evaluation), simulator_section(run).verdict)))
     rows = heldout_rows(run.evaluation)
     return verdicts + (f"\n\n{table(HEADER, rows)}" if rows else "")
 
 
 def about_training(adapter: Path) -> str:
     """Data, results and settings of the adapter's run as sections of a card, as far as they are known."""
-    folder = run_of(adapter)
+    folder = run_folder(adapter)
     if folder is None:
         return "How it was trained is not recorded.\n"
     record = read_json(folder / SETTINGS)
@@ -72,7 +69,7 @@ def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None
     """The model card (README.md) of the adapter of a run with settings `s`, or of the model that it was merged into:
     `form` is a key of FORMS, `share` the part of the adapter's update that survived rounding."""
     base, local = base_model_name(s)
-    run = run_of(adapter) or adapter
+    run = run_folder(adapter) or adapter
     is_grpo = (run / "metrics.csv").is_file()  # scripts/sft.py writes none
     tags = f"grpo, {form or 'lora'}" if is_grpo else form or "lora"
     base_tags = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"

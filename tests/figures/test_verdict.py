@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.tasks.verdict import BASE, Comparison, compare, obstacle, verdict
+from grpo.figures.verdict import BASE, Comparison, compare, obstacle, verdict
 
 CONSTANT, RULE = "always [0], the best constant action", "the best fixed rule, charge_when_clean"
 OUTCOMES = [  # low, high, clusters, outcome, reason

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sentences and tables of a run's report."""
+
+import re
+from collections import defaultdict
+
+from grpo.evaluate.run_files import Run, duration
+from grpo.figures.text import object_at
+from grpo.figures.verdict import loading_advice
+from grpo.output.layout import ADAPTER
+from grpo.output.upload import without_folders
+from grpo.settings.parsing import show
+from grpo.tasks.simulator import ReportSection
+
+
+def simulator_section(run: Run) -> ReportSection:
+    """The section that the task's simulator writes; an empty section if nothing was simulated."""
+    return run.simulator.report(run.closed_loop) if run.simulator else ReportSection()
+
+
+# The names of choices in settings.json that do not say by themselves what was chosen.
+CHOICES = {
+    "rollouts": "vLLM generates",
+    "evaluation": "exact evaluation",
+    "simulation": "exact simulation",
+    "best": "best adapter by",
+    "heldout": "held-out rows",
+    "sync": "weight sync",
+}
+
+
+def adapter_advice(run: Run) -> str:
+    """The advice of the run's README.md on which adapter to load, as plain text."""
+    has_adapter = (run.folder / ADAPTER).is_file()
+    if not run.best and not has_adapter:
+        return "The run has no adapter yet, except in its checkpoints."
+    advice = loading_advice(run.best, run.steps if has_adapter else None)
+    return re.sub(r"\*\*|`|\n", "", advice)
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """(label, text) of the run's model, data, settings, machine and time."""
+    settings, machine, seconds = run.settings, object_at(run.record, "machine"), run.metrics["step_s"].dropna()
+    (rewards, _), (heldout, _) = (run.choices.get(name, ("?", "")) for name in ("rewards", "heldout"))
+    known = defaultdict(lambda: "?", settings)
+    known |= {
+        "REWARDS": settings.get("REWARDS") or rewards,
+        "EVAL_DATA": settings.get("EVAL_DATA") or f"{heldout} rows held out of DATA",
+    }
+    names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
+    rows = [(label, without_folders(str(known[name]))) for label, name in names.items()]
+    rows.append(("Machine", str(machine.get("gpu") or f"no GPU, {machine.get('cores', '?')} cores")))
+    time = f"{duration(seconds.sum())}, median {duration(seconds.median())} a step"
+    rows.append(("Steps", f"{run.steps} of {known['TOTAL_STEPS']}; {time}"))
+    return rows
+
+
+def settings_rows(run: Run) -> list[list[str]]:
+    """The settings that are not at their defaults, and where each was set."""
+    sources = [(name, source) for name, source in object_at(run.record, "sources").items() if source != "default"]
+    return [[name, without_folders(show(run.settings.get(name))), str(source)] for name, source in sources]
+
+
+def choices_rows(run: Run) -> list[list[str]]:
+    """Every automatic choice and its reason; that of the simulation only where there was one."""
+    words = {"True": "yes", "False": "no", "None": "none"}
+    return [
+        [CHOICES.get(name, name), words.get(str(value), str(value)), reason]
+        for name, (value, reason) in run.choices.items()
+        if name != "simulation" or run.simulator
+    ]
