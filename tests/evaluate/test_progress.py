@@ -20,7 +20,6 @@ from grpo.figures.verdict import loading_advice
 from grpo.output.durable import read_json
 from grpo.output.folder import RunState
 from grpo.output.layout import ADAPTER, BEST
-from grpo.plan.hub import read_json
 from grpo.settings.table import Settings
 from grpo.tasks.simulator import SimulationPlan
 
