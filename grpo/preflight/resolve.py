@@ -166,7 +166,8 @@ def recorded_batch(asked: Settings, use_vllm: bool, state: RunState) -> int | No
     differently. None for other runs, if vLLM takes the place of transformers or leaves it, and if it was edited."""
     rollouts, recorded = state.choices.get("rollouts"), object_at(state.choices, "plan").get("generation_batch")
     began_with_vllm = bool(rollouts[0]) if isinstance(rollouts, list) and rollouts else use_vllm
-    if not state.step or asked.GENERATION_BATCH is not None or began_with_vllm != use_vllm:
+    is_chosen = asked.GENERATION_BATCH is None and not asked.DIRECT_ANSWERS
+    if not (state.step and is_chosen and began_with_vllm == use_vllm):
         return None
     is_batch = isinstance(recorded, int) and recorded > 0 and asked.completions_per_rollout % recorded == 0
     return recorded if is_batch else None
