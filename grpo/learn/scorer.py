@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from grpo.common import log
-from grpo.data.files import Row
+from grpo.data.files import Row, column_names
+from grpo.learn.context import RunContext
 from grpo.learn.expected_reward import StepRewards
 from grpo.output.logs import Cell, FunctionLog, RunLog
-from grpo.process.ranks import Ranks
 from grpo.reward.calling import Reward
 from grpo.reward.lookup import AnswerRewards, RewardLookup, expected_text
 from grpo.reward.scoring import partial_none_text, read_completions, score
@@ -45,40 +45,33 @@ class Scorer:
 
     def __init__(
         self,
+        run: RunContext,
         functions: Sequence[Reward],
         names: Sequence[str],
         weights: Sequence[float],
-        columns: Sequence[str],
-        lookup: RewardLookup | None,
+        tokenizer: PreTrainedTokenizerBase,
         run_log: RunLog | None,
-        ranks: Ranks,
         device: torch.device,
-        group: int,
-        is_direct: bool,
     ):
-        """`columns` are the names of all columns; `lookup` is None without EXPECTED_REWARD, `run_log` on ranks other
-        than 0; `group` is the number of completions of a prompt."""
-        self.functions, self.names, self.columns, self.lookup = list(functions), list(names), columns, lookup
+        """`run_log` is None on ranks other than 0."""
+        self.run, self.functions, self.names, self.tokenizer = run, list(functions), list(names), tokenizer
+        self.run_log, self.device, self.group = run_log, device, run.settings.NUM_GENERATIONS
         self.weights = torch.tensor(weights, dtype=torch.float32, device=device)
-        self.run_log, self.ranks, self.device, self.group, self.is_direct = run_log, ranks, device, group, is_direct
+        self.columns = column_names(run.rows)  # Functions get all columns with every row.
+        self.lookup: RewardLookup | None = None  # None without EXPECTED_REWARD.
+        if run.action_functions:
+            self.lookup = RewardLookup(functions, weights, run.action_functions, self.columns, tokenizer)
         self.has_told_none = False  # Whether the log says what a None beside other rewards counts as.
         self.has_told_expected = False  # Whether it says how many completions learn from their expected reward.
 
-    def score(
-        self,
-        rows: Sequence[Row],
-        ids: list[list[int]],
-        tokenizer: PreTrainedTokenizerBase,
-        stops: Sequence[int],
-        state: TrainerState,
-    ) -> Scores:
-        """The scores of the completions `ids` of `rows`. Raises RewardError."""
+    def score(self, rows: Sequence[Row], ids: list[list[int]], stops: Sequence[int], state: TrainerState) -> Scores:
+        """The scores of the completions `ids` of `rows`; `stops` are the tokens that end one. Raises RewardError."""
         rates: dict[str, Cell] = {}
         if self.run_log is None:
-            values, answer_values = self.ranks.broadcast()
+            values, answer_values = self.run.ranks.broadcast()
             answers = [AnswerRewards(*answer) for answer in answer_values]
         else:
-            completions = read_completions(tokenizer, stops, rows, ids)
+            completions = read_completions(self.tokenizer, stops, rows, ids)
             # TRL's own would put a metric called `reward` among the values of its own, and drops what log_extra gets.
             logged = FunctionLog(len(completions))
             log_functions = logged.log_extra, logged.log_metric
@@ -103,7 +96,7 @@ class Scorer:
             rates = self.run_log.write_completions(
                 step, completions, rewards.tolist(), values, zero_std, expected, logged
             )
-            self.ranks.broadcast([values, [dataclasses.astuple(answer) for answer in answers]])
+            self.run.ranks.broadcast([values, [dataclasses.astuple(answer) for answer in answers]])
         by_function = torch.tensor(values, dtype=torch.float32, device=self.device)
         stacked = StepRewards.stack(answers, self.device) if answers else None
         return Scores(self.names, by_function, weighted_rewards(by_function, self.weights), stacked, rates)

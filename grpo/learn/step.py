@@ -54,7 +54,6 @@ def new_step(
     score: Callable[[Sequence[Row], list[list[int]]], Scores],
     logps: Callable[[Batch, bool], Tensor],
     s: Settings,
-    scale_rewards: str,
     padding: int,
     stops: Sequence[int],
 ) -> Step:
@@ -65,7 +64,7 @@ def new_step(
     samples = sample(prompts)
     scores = score(rows, [completion.ids for completion in samples])
     batch = to_tensors(prompts, samples, s, scores.rewards.device, padding, stops)
-    advantages, deviations = group_advantages(scores.rewards, s.NUM_GENERATIONS, scale_rewards)
+    advantages, deviations = group_advantages(scores.rewards, s.NUM_GENERATIONS, s.SCALE_REWARDS)
     batch["advantages"] = advantages
     if s.steps_per_rollout > 1:  # Otherwise the policy that learns is the one that sampled, and the ratio is 1.
         sampled = batch.get("sampling_per_token_logps")
@@ -76,7 +75,7 @@ def new_step(
     return Step(batch, scores.answers, metrics, scores.rates, action_probabilities(samples))
 
 
-def group_advantages(rewards: Tensor, group: int, scale_rewards: str) -> tuple[Tensor, Tensor]:
+def group_advantages(rewards: Tensor, group: int, scale_rewards: str | None) -> tuple[Tensor, Tensor]:
     """(advantages, deviations), both (B,), of rewards (B,) whose groups are consecutive. `scale_rewards`: `group`,
     `batch` or `none`. A completion that every function left out (NaN) does not count, and has the advantage 0."""
     groups = rewards.view(-1, group)

@@ -17,7 +17,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig
 
 from grpo.common import log
-from grpo.data.files import Row, column_names
+from grpo.data.files import Row
 from grpo.data.prompts import row_order, sampling_seed
 from grpo.figures.verdict import loading_advice, objection
 from grpo.learn.context import RunContext
@@ -37,7 +37,6 @@ from grpo.output.layout import BEST
 from grpo.output.logs import EVALUATED, TRL_FIGURES, Cell, RunLog, tracker_figures
 from grpo.phases import LINE_S, Phase
 from grpo.reward.calling import Reward, RewardError
-from grpo.reward.lookup import RewardLookup
 from grpo.rollout.parity import MismatchGrown
 from grpo.rollout.sampler import RankedSampler, Sample, rollout_sampling
 
@@ -77,13 +76,7 @@ class Trainer(Learner):
             )
         names, weights = self.reward_func_names, config.reward_weights or [1.0] * len(rewards)
         self.run_log = None if run.ranks.rank else RunLog(run.folder, s, names)  # Only rank 0 writes logs.
-        columns, lookup = column_names(run.rows), None  # Reward functions get all columns with every row.
-        if run.action_functions:
-            lookup = RewardLookup(rewards, weights, run.action_functions, columns, tokenizer)
-        device, group = self.accelerator.device, s.NUM_GENERATIONS
-        self.scorer = Scorer(
-            rewards, names, weights, columns, lookup, self.run_log, run.ranks, device, group, s.DIRECT_ANSWERS
-        )
+        self.scorer = Scorer(run, rewards, names, weights, tokenizer, self.run_log, self.accelerator.device)
         # transformers sets it when training begins, but losses are computed before that too.
         self.current_gradient_accumulation_steps = 1
         # Reward functions get the state in an evaluation before training too, and may divide by these.
@@ -137,10 +130,9 @@ class Trainer(Learner):
 
         def score(rows, ids):
             with self.timer.part("reward"):
-                return self.scorer.score(rows, ids, self._tokenizer, stops, self.state)
+                return self.scorer.score(rows, ids, stops, self.state)
 
-        s, scale = run.settings, self.scale_rewards
-        return new_step(rows, prompts, self.sample, score, self.batch_logps, s, scale, padding, stops)
+        return new_step(rows, prompts, self.sample, score, self.batch_logps, run.settings, padding, stops)
 
     def sample(self, prompts: Sequence[Sequence[int]]) -> list[Sample]:
         """The rollout of the next step: a completion of each prompt, which stands NUM_GENERATIONS times in a row."""

@@ -160,7 +160,7 @@ def test_the_check_calls_a_reward_function_as_training_does(form, tiny, tmp_path
     inputs = [rows[numbers[name]] for name in check["rendered_prompts"]]
     stops = trainer.eos_token_ids
     trainer.scorer.group = 1
-    trainer.scorer.score(inputs, check["completion_ids"], trainer.processing_class, stops, trainer.state)
+    trainer.scorer.score(inputs, check["completion_ids"], stops, trainer.state)
     training = CALLS[1]
     assert training.keys() == check.keys()
     assert_equal_arguments(training, check, check.keys() - {"trainer_state", "log_extra", "log_metric"})
