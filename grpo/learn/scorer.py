@@ -81,7 +81,7 @@ class Scorer:
                 log.warning("%s", text)
             answers = []
             if self.lookup:
-                by_row = self.is_direct
+                by_row = self.run.settings.DIRECT_ANSWERS
                 look_up = self.lookup
                 answers = (
                     look_up.look_up_rows(rows, state) if by_row else look_up.look_up(completions, ids, values, state)
