@@ -28,6 +28,7 @@ from grpo.model.head import install_float32_head
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
+from grpo.plan.tensors import weight_files
 from grpo.process.ending import UnloadableModel
 from grpo.settings.table import Settings
 
@@ -84,12 +85,12 @@ def load_checkpoint(model_path: str, attention: str, device: str, packed: bool =
     for name in VOCAB_WEIGHTS if lent else ():
         nan = torch.full((), math.nan, dtype=expected[name].dtype, device=device)
         tensors[name] = nan.expand(expected[name].shape)
-    for shard in sorted(Path(model_path).glob("model*.safetensors")):  # the pattern excludes an adapter in this folder
+    for shard in (Path(model_path) / name for name in weight_files(Path(model_path))):
         try:
             with safe_open(shard, "pt", device=device) as file:
                 names = (name for name in file.keys() if not name.endswith(lent))  # noqa: SIM118
                 loaded = {name: file.get_tensor(name) for name in names}
-        except SafetensorError as error:
+        except (SafetensorError, FileNotFoundError) as error:
             raise ValueError(f"{shard}: {error}. Download the model again") from error
         tensors |= {name: tensor.to(expected.get(name, tensor).dtype) for name, tensor in loaded.items()}
     embeddings, head = VOCAB_WEIGHTS

@@ -21,12 +21,17 @@ PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-def missing_shards(folder: Path) -> list[str]:
-    """The weight files that a checkpoint lacks: those in its index, or the only one if it has no index."""
-    shards = {SINGLE_FILE}
+def weight_files(folder: Path) -> list[str]:
+    """The names of a checkpoint's weight files: those in its index, or the only one if it has no index. Others in the
+    folder are left over from another download."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        shards = set(read_json(folder / WEIGHTS_INDEX)["weight_map"].values())
-    return sorted(name for name in shards if not (folder / name).is_file())
+        return sorted(set(read_json(folder / WEIGHTS_INDEX)["weight_map"].values()))
+    return [SINGLE_FILE]
+
+
+def missing_shards(folder: Path) -> list[str]:
+    """The weight files that a checkpoint lacks."""
+    return [name for name in weight_files(folder) if not (folder / name).is_file()]
 
 
 def tensor_names(config: Mapping[str, Any], is_mxfp4: bool) -> set[str]:
