@@ -15,6 +15,7 @@ from grpo.model.checkpoint import write_json
 from grpo.model.experts import quantized_experts
 from grpo.model.load import choose_threads, load_adapter, load_base, load_tokenizer
 from grpo.output.durable import read_json
+from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.process.ending import UnloadableModel
 from grpo.settings.table import Settings
 
@@ -77,6 +78,8 @@ def test_other_files(tiny, copy):
     scales = {name: tensors.pop(name) for name in list(tensors) if name.endswith("_scales")}
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
     save_file(scales, copy / "model-scales.safetensors", {"format": "pt"})
+    shards = dict.fromkeys(tensors, "model.safetensors") | dict.fromkeys(scales, "model-scales.safetensors")
+    write_json(copy / WEIGHTS_INDEX, {"weight_map": shards})
     save_file({"lora_A": torch.zeros(1)}, copy / "adapter_model.safetensors")
     (copy / "generation_config.json").unlink()
     model, expected = load(copy, "bf16"), load(tiny, "bf16").state_dict()
