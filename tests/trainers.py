@@ -56,7 +56,7 @@ def build(settings, tiny, folder, ranks=None, rows=None):
         ranks=ranks or Ranks(),
         action_functions=tuple(by_action),
     )
-    return Trainer(
+    trainer = Trainer(
         RunContext(resolved, StopRequest()),
         load(tiny).float(),
         load_tokenizer(str(tiny)),
@@ -64,6 +64,9 @@ def build(settings, tiny, folder, ranks=None, rows=None):
         GRPOConfig(**grpo_options(settings, False, specs)),
         load_rewards(specs, settings),
     )
+    # transformers sets it when training begins; TRL's own loss, with which tests compare, needs it before.
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
 
 
 def make(tiny, folder, ranks=None, rows=None, **changes):

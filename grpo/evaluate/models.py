@@ -15,7 +15,7 @@ from grpo.evaluate.exact import BATCH_TOKENS, answer_probabilities
 from grpo.learn.trainer import Trainer
 from grpo.model.attention import unwrap_peft
 from grpo.model.expert_lora import experts_wrapped
-from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer
+from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer, stop_tokens
 from grpo.output.durable import read_json
 from grpo.plan.engine_memory import plan_engine
 from grpo.plan.hub import ModelConfig, ModelFiles, checkpoint_gib, fetch_weights, has_mxfp4
@@ -103,7 +103,7 @@ def load_torch_model(settings: Settings, files: ModelFiles, adapter: Path | None
     tokenizer = load_tokenizer(str(files.folder))
     network = load_model(str(files.folder), files.config, attention, settings.EXPERTS or "bf16")
     network, policy = in_compute_dtype(network).eval(), None
-    stops = stop_tokens(network.generation_config.eos_token_id, tokenizer)
+    stops = stop_tokens(network.generation_config, tokenizer)
     if adapter is not None:
         with experts_wrapped(network):
             policy = PeftModel.from_pretrained(network, str(adapter)).eval()
@@ -139,7 +139,7 @@ def start_vllm_model(
     if plan.cache < plan.cache_least:
         need = plan.weights + plan.scratch + plan.cache_least
         raise EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_free:.1f} are free")
-    stops = stop_tokens(load_generation_config(path).eos_token_id, tokenizer)
+    stops = stop_tokens(load_generation_config(path), tokenizer)
     engine = start_engine(s, plan, path, stops)
     engine.wake()
     return EvaluatedModel(settings, tokenizer, stops, RankedSampler(AwakeVllmSampler(engine, adapter), Ranks()))
@@ -202,9 +202,3 @@ def start_model(
         attention = choose_attention(settings.ATTN_IMPL, machine.gpus).value
         attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
     return load_torch_model(settings_alone(settings, files.config, machine), files, adapter, attention)
-
-
-def stop_tokens(eos: int | Sequence[int] | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids that end a completion, collected as in TRL: from the generation config and the tokenizer."""
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    return ids if tokenizer.eos_token_id in ids else [tokenizer.eos_token_id, *ids]

@@ -26,7 +26,7 @@ EPSILON = 1e-4  # TRL adds it to the deviation that it divides by.
 @dataclass(frozen=True)
 class StepRewards:
     """The AnswerRewards of a step's B completions as tensors. Rows with fewer than K actions are filled up with gains
-    of 0, and so is every completion that is learned from as it was sampled: no formula below needs a mask for them."""
+    of 0, and so is every completion that is learned from as it was sampled: V needs no mask for them."""
 
     position: Tensor  # (B,) int64, -1 where the completion is learned from as it was sampled
     tokens: Tensor  # (B, K) int64

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
+from accelerate import Accelerator
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from peft import PeftModel
 from torch import Tensor
@@ -26,10 +27,11 @@ from grpo.rollout.parity import sampled_kl
 
 
 def importance_ratio(logps: Tensor, sampled: Tensor, mask: Tensor, mode: str, limit: float) -> tuple[Tensor, Tensor]:
-    """(corrected ratio, its share of the uncorrected one), each (B, C) by token or (B, 1) by sequence.
+    """(the corrected importance ratio, what the correction multiplied it by), each (B, C) by token or (B, 1) by
+    sequence.
 
-    The uncorrected ratio is that of the policy's probabilities to those with which the engine sampled, from `logps` and
-    `sampled` (B, C; NaN: unknown, ratio 1). It is corrected as TRL does: truncated at `limit`, or 0 above it."""
+    The ratio is that of the policy's probabilities to those with which the engine sampled, from `logps` and `sampled`
+    (B, C; NaN: unknown, ratio 1). It is corrected as TRL does: truncated at `limit`, or 0 above it."""
     difference = ((logps - sampled) * mask).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)
@@ -47,9 +49,19 @@ class Learner(GRPOTrainer):
     need no pass: with one optimizer step a rollout they equal the current ones, with several they are vLLM's."""
 
     run: RunContext
-    # TRL allows other models and arguments; a run always has an adapter and GRPO's arguments.
+    # TRL's constructor sets these, the numbers from the GRPOConfig of options.py. TRL allows other models and
+    # arguments; a run always has an adapter and GRPO's arguments.
     model: PeftModel
     args: GRPOConfig
+    accelerator: Accelerator
+    beta: float
+    epsilon_low: float
+    epsilon_high: float
+    loss_type: str
+    importance_sampling_level: str
+    scale_rewards: str
+    temperature: float
+    max_completion_length: int
 
     def learn(
         self,
@@ -86,7 +98,8 @@ class Learner(GRPOTrainer):
             if sampled is not None and s.IS_CORRECTION != "none":
                 ratio, kept = importance_ratio(policy, sampled, mask[rows], s.IS_CORRECTION, s.IS_CLIP_MAX)
                 ratios[rows] = ratio.expand_as(policy)
-                # Where several steps share a rollout, the policy ratio is pi / mu already: it must not count twice.
+                # Where several steps share a rollout, Liger's loss already divides the policy's probabilities by the
+                # engine's. Only the correction of that ratio is left to multiply by.
                 micro_batch["importance_sampling_ratio"] = kept if s.steps_per_rollout > 1 else ratio
             if "old_per_token_logps" in batch or self.importance_sampling_level == "sequence":
                 old = micro_batch.get("old_per_token_logps", policy)
@@ -144,10 +157,10 @@ class Learner(GRPOTrainer):
     ) -> ExpectedReward:
         """The expected rewards of a step, for which the policy's probabilities are computed unless they are known. All
         ranks must call it."""
-        # The probabilities are the learning policy's, also in the later steps of a rollout. V is what a prefix
-        # is worth where this policy answers, which is known exactly: the rollout's own probabilities would credit the
-        # prefix with answers that are no longer given. That an older policy drew the prefix is the matter of its
-        # tokens' ratios. At the answer nothing was drawn, so V needs no ratio, and there is nothing to clip.
+        # The probabilities are those of the policy that learns, also in the later steps of a rollout: an older
+        # policy's would credit a prefix with answers that are no longer given. (With DIRECT_ANSWERS no steps share a
+        # rollout, so those of the choice are the same ones.) That an older policy drew the tokens of the prefix is
+        # corrected by their ratios. The answer was not drawn, so V has no ratio, and there is nothing to clip.
         if probabilities is None:
             probabilities = self.probabilities_of_step(base, batch, answers)
         else:

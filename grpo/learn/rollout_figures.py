@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from grpo.learn.scorer import Scores
-from grpo.rollout.sampler import Sample
+from grpo.rollout.sampler import EndTokens, Sample
 
 FOLDS: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "min": min, "max": max}
 
@@ -20,15 +20,14 @@ def rollout_figures(
     samples: Sequence[Sample],
     scores: Scores,
     deviations: Tensor,
-    stops: Collection[int] | None,
+    ends: EndTokens | None,
 ) -> dict[str, float]:
     """Figures of B completions: `num_tokens` in prompts and completions, lengths, and rewards. `deviations` (B,) are
-    those of each completion's group; `stops` the tokens that end a completion, None with DIRECT_ANSWERS, whose
-    completions have no length that was sampled."""
+    those of each completion's group; `ends` is None with DIRECT_ANSWERS, whose completions have no sampled length."""
     lengths = [len(sample.ids) for sample in samples]
     figures: dict[str, float] = {"num_tokens": sum(map(len, prompts)) + sum(lengths)}
-    if stops is not None:
-        ended = [length for length, sample in zip(lengths, samples, strict=True) if sample.ids[-1] in stops]
+    if ends is not None:
+        ended = [len(sample.ids) for sample in samples if ends.has_ended(sample)]
         for name, values in (("", lengths), ("terminated_", ended or [0])):
             figures |= {f"completions/{kind}_{name}length": fold(values) for kind, fold in FOLDS.items()}
         figures["completions/clipped_ratio"] = 1 - len(ended) / len(samples)

@@ -12,18 +12,19 @@ from grpo.learn.expected_reward import StepRewards
 from grpo.learn.step import Batch, Step
 
 
-def part_of_rollout(rollout: Step, index: int, parts: int) -> tuple[Batch, StepRewards | None]:
-    """The completions of whole prompts that one step learns from: part `index` of `parts` equal ones.
+def part_of_rollout(rollout: Step, index: int, parts: int) -> tuple[Batch, StepRewards | None, torch.Tensor | None]:
+    """The batch, rewards of actions and probabilities that one step learns from: part `index` of `parts` equal ones, of
+    whole prompts. Probabilities are those of a rollout for one step alone, as DIRECT_ANSWERS has them.
 
     TRL shuffles before it cuts, by torch's own generator. Its state differs between ranks after a rollout by vLLM, and
     single completions would leave their group, which packing and the expected reward need whole."""
     if parts == 1:
-        return rollout.batch, rollout.answers
+        return rollout.batch, rollout.answers, rollout.probabilities
     size = len(rollout.batch["completion_ids"]) // parts
     rows = torch.arange(index * size, (index + 1) * size, device=rollout.batch["completion_ids"].device)
     # Tokens are counted over the whole rollout, and TRL takes the mean of its steps.
     batch = {name: value[rows] if value.ndim else value / parts for name, value in rollout.batch.items()}
-    return batch, None if rollout.answers is None else rollout.answers[rows]
+    return batch, None if rollout.answers is None else rollout.answers[rows], None
 
 
 def save_rollout(rollout: Step, path: Path) -> None:

@@ -6,7 +6,9 @@
     advantages  how much better a completion is than its group
     reference   log-probs of the base model, where a KL divergence holds the policy near it (BETA)
 
-The learner (learner.py) makes a gradient of it. The tests compare every part with TRL's GRPOTrainer.
+With EXPECTED_REWARD, `Learner.expect` (expected_reward.py) replaces these advantages for groups that name an action:
+there the rewards of all actions are known, and not that of the sampled one alone. The learner (learner.py) makes a
+gradient of it. The tests compare every part with TRL's GRPOTrainer.
 """
 
 from __future__ import annotations
@@ -19,20 +21,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo.data.files import Row
-from grpo.learn.expected_reward import StepRewards
+from grpo.learn.expected_reward import EPSILON, StepRewards
 from grpo.learn.rollout_figures import nan_deviation, rollout_figures
 from grpo.learn.scorer import Scores
 from grpo.output.logs import Cell
-from grpo.rollout.sampler import Sample
+from grpo.rollout.sampler import EndTokens, Sample
 from grpo.settings.table import Settings
 
 Batch = dict[str, Tensor]  # The tensors of a step, or of some of its completions, by TRL's names.
-EPSILON = 1e-4  # TRL adds it to the deviation that it divides by.
 
 
 @dataclass(frozen=True)
 class Step:
-    """The scored completions of a rollout, and what the logs say about them in each step that learns from them.
+    """What the learner gets: the scored completions of a rollout, which several optimizer steps may share, and what the
+    logs say about them in each of these.
 
     `batch` holds `prompt_ids` (B, P), padded on the left, `completion_ids` (B, C), padded on the right, their masks,
     `advantages` (B,) and `num_items_in_batch` (), the tokens that count. Where they are known it also holds
@@ -43,7 +45,8 @@ class Step:
     answers: StepRewards | None  # With EXPECTED_REWARD: the rewards of all actions.
     metrics: dict[str, float]  # Figures by TRL's names.
     rates: dict[str, Cell]  # Columns of metrics.csv.
-    # (B, K): the actions' probabilities when the answers were chosen, with DIRECT_ANSWERS; zeros for other ranks' rows.
+    # (B, K), with DIRECT_ANSWERS: the actions' probabilities when the answers were chosen. A rank knows those of its
+    # own rows; the others are 0, so that the learner's sum over ranks completes them.
     probabilities: Tensor | None = None
 
 
@@ -54,16 +57,15 @@ def new_step(
     score: Callable[[Sequence[Row], list[list[int]]], Scores],
     logps: Callable[[Batch, bool], Tensor],
     s: Settings,
-    padding: int,
-    stops: Sequence[int],
+    ends: EndTokens,
 ) -> Step:
     """The step of B rows, which stand in groups of NUM_GENERATIONS, and their `prompts` as token ids.
 
     `sample` completes prompts, `score` rewards completions, and `logps` computes log-probs (B, C) of a batch, with the
-    adapter or without. `padding` and `stops` are the tokens that fill up a row and end a completion."""
+    adapter or without."""
     samples = sample(prompts)
     scores = score(rows, [completion.ids for completion in samples])
-    batch = to_tensors(prompts, samples, s, scores.rewards.device, padding, stops)
+    batch = to_tensors(prompts, samples, s, scores.rewards.device, ends)
     advantages, deviations = group_advantages(scores.rewards, s.NUM_GENERATIONS, s.SCALE_REWARDS)
     batch["advantages"] = advantages
     if s.steps_per_rollout > 1:  # Otherwise the policy that learns is the one that sampled, and the ratio is 1.
@@ -71,7 +73,7 @@ def new_step(
         batch["old_per_token_logps"] = logps(batch, True) if sampled is None else sampled
     if s.BETA:
         batch["ref_per_token_logps"] = logps(batch, False)
-    metrics = rollout_figures(prompts, samples, scores, deviations, None if s.DIRECT_ANSWERS else [*stops, padding])
+    metrics = rollout_figures(prompts, samples, scores, deviations, None if s.DIRECT_ANSWERS else ends)
     return Step(batch, scores.answers, metrics, scores.rates, action_probabilities(samples))
 
 
@@ -95,8 +97,7 @@ def to_tensors(
     samples: Sequence[Sample],
     s: Settings,
     device: torch.device,
-    padding: int,
-    stops: Sequence[int],
+    ends: EndTokens,
 ) -> Batch:
     """The `batch` of a Step without advantages, old and reference log-probs."""
     # With DIRECT_ANSWERS the tokens behind the first were not sampled: neither loss nor entropy may count them.
@@ -104,10 +105,10 @@ def to_tensors(
     batch: Batch = {}
     for kind, token_rows, side in (("prompt", prompts, "left"), ("completion", completions, "right")):
         ids = [torch.tensor(row) for row in token_rows]
-        batch[f"{kind}_ids"] = pad_sequence(ids, True, padding, side).to(device)
+        batch[f"{kind}_ids"] = pad_sequence(ids, True, ends.padding, side).to(device)
         batch[f"{kind}_mask"] = pad_sequence([torch.ones_like(row) for row in ids], True, 0, side).to(device)
     if s.MASK_TRUNCATED:
-        ended = torch.tensor([completion.ids[-1] in (*stops, padding) for completion in samples], device=device)
+        ended = torch.tensor([ends.has_ended(completion) for completion in samples], device=device)
         batch["completion_mask"] = batch["completion_mask"] * ended[:, None]
     batch["num_items_in_batch"] = batch["completion_mask"].sum()
     if (known := [sample.logps for sample in samples if sample.logps is not None]) and len(known) == len(samples):

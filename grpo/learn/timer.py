@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the duration of each step and its parts, and ends training when a signal asks for it."""
+"""Measures the duration of each step and its parts."""
 
 import contextlib
 import time
@@ -8,17 +8,13 @@ from collections.abc import Iterator
 import torch
 from transformers.trainer_callback import TrainerCallback
 
-from grpo.learn.distributed import sync_stop_signal
-from grpo.process.ending import StopRequest
-from grpo.process.ranks import Ranks
 from grpo.rollout.engine import Engine, gpu_used_gib
 
 
 class StepTimerCallback(TrainerCallback):
-    """Times each step and its parts. After a signal to any process it saves a checkpoint and ends training."""
+    """Times each step and its parts."""
 
-    def __init__(self, stop: StopRequest, ranks: Ranks):
-        self.stop, self.ranks = stop, ranks
+    def __init__(self) -> None:
         self.parts = {"rollout": 0.0, "reward": 0.0}  # Seconds of each part of this step.
         self.started = self.seconds = 0.0
         self.used_gib = 0.0  # The highest use of the GPU that was read in this step.
@@ -62,7 +58,3 @@ class StepTimerCallback(TrainerCallback):
         self.seconds = time.perf_counter() - self.started
         # torch frees learning's blocks only when the engine wakes, so the current use is the peak of learning.
         self.used_gib = max(self.used_gib, gpu_used_gib())
-        if signal := sync_stop_signal(self.ranks, self.stop.signal, kwargs["model"], state.global_step):
-            self.stop.signal = signal
-            control.should_save = control.should_training_stop = True
-        return control

@@ -23,12 +23,14 @@ from grpo.figures.verdict import loading_advice, objection
 from grpo.learn.context import RunContext
 from grpo.learn.finite import FiniteCallback
 from grpo.learn.learner import Learner
-from grpo.learn.run_sampler import run_sampler
+from grpo.learn.make_sampler import make_sampler
 from grpo.learn.scorer import Scorer
 from grpo.learn.shared_rollout import load_rollout, part_of_rollout, save_rollout
 from grpo.learn.step import Step, new_step
+from grpo.learn.stop import StopCallback
 from grpo.learn.timer import StepTimerCallback
 from grpo.model.expert_lora import experts_wrapped
+from grpo.model.load import stop_tokens
 from grpo.output.archive import model_card
 from grpo.output.best import read_best
 from grpo.output.checkpoints import ROLLOUT, begin_checkpoint, finish_checkpoint, rotate_checkpoints
@@ -38,7 +40,7 @@ from grpo.output.logs import EVALUATED, TRL_FIGURES, Cell, RunLog, tracker_figur
 from grpo.phases import LINE_S, Phase
 from grpo.reward.calling import Reward, RewardError
 from grpo.rollout.parity import MismatchGrown
-from grpo.rollout.sampler import RankedSampler, Sample, rollout_sampling
+from grpo.rollout.sampler import EndTokens, RankedSampler, Sample, rollout_sampling
 
 
 class Trainer(Learner):
@@ -58,7 +60,7 @@ class Trainer(Learner):
         measure: Callable[[Trainer], dict[str, float]] | None = None,
     ):
         self.run, self.measure = run, measure
-        self.timer = StepTimerCallback(run.stop, run.ranks)
+        self.timer = StepTimerCallback()
         s = run.settings
         self.rollout: Step | None = None  # None where the next step generates.
         self.rates: dict[str, Cell] = {}  # Columns of metrics.csv about the completions of this step.
@@ -72,13 +74,12 @@ class Trainer(Learner):
                 data,
                 processing_class=tokenizer,
                 peft_config=lora,
-                callbacks=[self.timer, FiniteCallback()],
+                callbacks=[self.timer, FiniteCallback(), StopCallback(run.stop, run.ranks)],
             )
+        self.eos_token_ids = stop_tokens(model.generation_config, tokenizer)  # TRL finds the same ones.
         names, weights = self.reward_func_names, config.reward_weights or [1.0] * len(rewards)
         self.run_log = None if run.ranks.rank else RunLog(run.folder, s, names)  # Only rank 0 writes logs.
         self.scorer = Scorer(run, rewards, names, weights, tokenizer, self.run_log, self.accelerator.device)
-        # transformers sets it when training begins, but losses are computed before that too.
-        self.current_gradient_accumulation_steps = 1
         # Reward functions get the state in an evaluation before training too, and may divide by these.
         self.state.max_steps, self.state.num_train_epochs = s.TOTAL_STEPS, 1
         self.remove_callback(PrinterCallback)  # training.log has a line for each step.
@@ -101,13 +102,13 @@ class Trainer(Learner):
             try:
                 if rollout is None:
                     rollout = self.new_rollout([self.run.rows[row["row"]] for row in inputs])
-                    started, new_tokens = time.perf_counter(), rollout.metrics["num_tokens"]
+                    new_tokens = rollout.metrics["num_tokens"]
                 else:
                     # LORA_DROPOUT draws the same noise whether or not an evaluation came in between.
                     torch.manual_seed(sampling_seed(s.SEED, step, "train") + self.run.ranks.rank)
                     new_tokens = 0
                 part = part_of_rollout(rollout, index % s.STEPS_PER_GENERATION, s.STEPS_PER_GENERATION)
-                loss = self.learn(model, *part, rollout.probabilities)
+                loss = self.learn(model, *part)
             except (RewardError, MismatchGrown):
                 self.rollout = None  # A resumed run generates it again.
                 self.save_last_step()
@@ -126,13 +127,13 @@ class Trainer(Learner):
         """Samples and scores a completion for each of `rows`, in groups, for all steps that share them. Raises
         RewardError."""
         prompts = self._tokenizer(text=[row.prompt for row in rows])["input_ids"]
-        run, padding, stops = self.run, self._tokenizer.pad_token_id, self.eos_token_ids
+        ends = EndTokens(self.eos_token_ids, self._tokenizer.pad_token_id)
 
         def score(rows, ids):
             with self.timer.part("reward"):
-                return self.scorer.score(rows, ids, stops, self.state)
+                return self.scorer.score(rows, ids, ends.stops, self.state)
 
-        return new_step(rows, prompts, self.sample, score, self.batch_logps, run.settings, padding, stops)
+        return new_step(rows, prompts, self.sample, score, self.batch_logps, self.run.settings, ends)
 
     def sample(self, prompts: Sequence[Sequence[int]]) -> list[Sample]:
         """The rollout of the next step: a completion of each prompt, which stands NUM_GENERATIONS times in a row."""
@@ -147,11 +148,11 @@ class Trainer(Learner):
     @property
     def sampler(self) -> RankedSampler:
         """What writes the completions of training and evaluation."""
-        return run_sampler(self.run, self.model, self._tokenizer, self.eos_token_ids, self.accelerator.autocast)
+        return make_sampler(self.run, self.model, self._tokenizer, self.eos_token_ids, self.accelerator.autocast)
 
-    # A dataloader takes any sequence of indices: here the prompts' order, each prompt for all its completions. It asks
-    # for a rollout's prompts once for each step that shares them. It must end with the run's last step: transformers
-    # trains on while there are prompts, and a run that continues from that step would make one more.
+    # A dataloader takes any sequence of indices: here the rows of every step, those of a shared rollout in each of its
+    # steps. The sequence must end with the run's last step: transformers trains on while there are rows, and a run that
+    # continues from that step would make one more.
     def _get_train_sampler(self, dataset: Dataset | None = None) -> list[int]:  # type: ignore[override]
         return list(row_order(len(self.run.rows), self.run.settings))
 

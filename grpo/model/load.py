@@ -115,6 +115,14 @@ def load_generation_config(model_path: str) -> GenerationConfig:
         return GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_path))
 
 
+def stop_tokens(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of the tokens that end a completion, in training and evaluation: those of the generation config and the
+    tokenizer's own, by TRL's rule."""
+    eos = config.eos_token_id
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    return ids if tokenizer.eos_token_id in ids else [tokenizer.eos_token_id, *ids]
+
+
 def dequantize_experts(model: PreTrainedModel) -> None:
     """Dequantize the experts of `load_checkpoint` to BF16, layer by layer, into transformers' own GptOssExperts.
 

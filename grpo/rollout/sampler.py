@@ -67,6 +67,18 @@ class Sample:
     probabilities: Tensor | None = None  # (K,): of the run's actions at the only token, with DIRECT_ANSWERS
 
 
+@dataclass(frozen=True)
+class EndTokens:
+    """The ids of the tokens that end a completion, and of the one that fills up rows behind it."""
+
+    stops: Sequence[int]
+    padding: int
+
+    def has_ended(self, sample: Sample) -> bool:
+        """Whether a completion ended before MAX_COMPLETION_LEN; like TRL, which takes padding for an end too."""
+        return sample.ids[-1] in (*self.stops, self.padding)
+
+
 class Session:
     """Prompts go in one by one, and samples come out one by one. Others may go in before the last has come out."""
 

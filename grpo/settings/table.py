@@ -179,7 +179,7 @@ class Settings:
     GRADIENT_CHECKPOINTING: bool | None = setting("Learner", None, tiny=False, resume=True, text=
         "Recompute activations in the backward pass: much less memory, about a third more time; `auto`: unless those "
         "of large micro-batches fit 70% of the GPU.")
-    LOSS_TYPE: str = setting(  # Each value is computed by `Learner.liger`, and the tests compare it with TRL's.
+    LOSS_TYPE: str = setting(  # Each value is computed by `Learner.liger_loss`, and the tests compare it with TRL's.
         "Learner", "bnpo", choices=("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"), text=
         "GRPO variant, TRL's names; the loss is Liger's.")
     BETA: float = setting("Learner", 0.0, low=0, high=1000, text=

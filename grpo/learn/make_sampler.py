@@ -16,7 +16,7 @@ from grpo.reward.lookup import action_tokens
 from grpo.rollout.sampler import DirectSampler, RankedSampler, Sampler, TransformersSampler, VllmSampler
 
 
-def run_sampler(
+def make_sampler(
     run: RunContext,
     policy: PeftModel,
     tokenizer: PreTrainedTokenizerBase,
