@@ -9,23 +9,23 @@ import collections
 import sys
 import zlib
 
-from grpo.learn.trainer import Trainer
+from grpo.rollout.sampler import RankedSampler, Sample
 
 ANSWER = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>[{}]<|return|>"
 
 
-def generate_rank_completions(self, rank_prompts, num_generations, temperature):
+def sample(self, prompts, group, sampling):
     positions, texts = collections.Counter(), []
-    for ids in map(tuple, rank_prompts):
+    for ids in map(tuple, prompts):
         positions[ids] += 1
-        number = zlib.crc32(str((ids, positions[ids], self.state.global_step, temperature)).encode())
+        number = zlib.crc32(str((ids, positions[ids], sampling.seed, sampling.temperature)).encode())
         texts.append(ANSWER.format("so " * (number % 7), number % 5))
-    return self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [Sample(ids) for ids in self.sampler.tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
 # pytest, which imports every module to look for doctests, keeps the real method.
 if "pytest" not in sys.modules:
-    Trainer.generate_rank_completions = generate_rank_completions
+    RankedSampler.sample = sample
 
 
 def nothing(completions, **columns):

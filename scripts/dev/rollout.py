@@ -3,7 +3,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -25,6 +24,7 @@ from grpo.process.child import run_child
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine, Generated
 from grpo.rollout.parity import BASE
+from grpo.rollout.sampler import Sample
 from scripts.dev import harness
 from scripts.dev.harness import CHILD, Function, free_gib, intercept, occupy
 from scripts.dev.record import BENCH, Figure, Json, read_json, steps_of, tabled, write
@@ -96,7 +96,8 @@ class RunWatch:
         self.sums: dict[str, int] = {}
         self.tok_s: list[float] = []  # tokens per second of each rollout
         stack.enter_context(intercept(rollout_engine, "start_engine", self.start_engine))
-        stack.enter_context(intercept(Engine, "rollout", self.rollout))
+        stack.enter_context(intercept(Engine, "generate", self.generate))
+        stack.enter_context(intercept(Trainer, "sample", self.sample))
         stack.enter_context(intercept(Trainer, "learn", self.learn))
 
     def start_engine(self, start_engine: Function, *arguments: Any) -> Engine:
@@ -105,8 +106,6 @@ class RunWatch:
         engine: Engine = start_engine(*arguments)
         self.asleep_gib = before - free_gib()
         engine.stop_token_ids = []  # Without stop tokens no completion ends early.
-        if self.tokens:
-            engine.settings = dataclasses.replace(engine.settings, MAX_COMPLETION_LEN=self.tokens)
         self.sum_weights(arguments[-1])
         return engine
 
@@ -115,11 +114,19 @@ class RunWatch:
         self.lent = lent_tensors(policy)
         self.sums = bit_sums(frozen_tensors(policy) | self.lent)
 
-    def rollout(self, rollout: Function, engine: Engine, *arguments: Any) -> Generated:
-        """Generates as `rollout` does, and records the tokens per second."""
-        result: Generated = rollout(engine, *arguments)
-        self.tok_s.append(sum(map(len, result[0])) / engine.seconds["generate"])
+    def generate(
+        self, generate: Function, engine: Engine, prompts: Any, seed: int, tokens: int, *arguments: Any
+    ) -> Generated:
+        """Generates as `generate` does, but no more than the tokens that were asked for."""
+        result: Generated = generate(engine, prompts, seed, min(tokens, self.tokens or tokens), *arguments)
         return result
+
+    def sample(self, draw: Function, trainer: Trainer, prompts: Any) -> list[Sample]:
+        """Samples a rollout as `draw` does, and records the tokens per second of generating alone."""
+        samples: list[Sample] = draw(trainer, prompts)
+        if trainer.run.engine:
+            self.tok_s.append(sum(len(sample.ids) for sample in samples) / trainer.run.engine.seconds["generate"])
+        return samples
 
     def learn(self, learn: Function, trainer: Trainer, *arguments: Any) -> Tensor:
         """Learns as `learn` does, and records the trainer and the time of the first call."""

@@ -57,9 +57,11 @@ def child(tmp_path, monkeypatch, quiet):
 def test_a_child_measures_a_run_and_what_vllm_lends(child, monkeypatch):
     weight = torch.ones(4, 6, dtype=torch.bfloat16)
     monkeypatch.setattr(rollout, "lent_tensors", lambda policy: {"a": weight, "b": weight + 1})
-    before = rollout_engine.Engine.rollout, Trainer.learn
+    before = rollout_engine.Engine.generate, Trainer.learn, Trainer.sample
     code, values = child()
-    assert code == 0 and (rollout_engine.Engine.rollout, Trainer.learn) == before, "nothing stays watched"
+    assert code == 0 and (rollout_engine.Engine.generate, Trainer.learn, Trainer.sample) == before, (
+        "nothing stays watched"
+    )
     steps = record.steps_of(child.folder)
     assert len(steps) == 3 and values["step_s"] == pytest.approx(steps.step_s[1:].mean())
     assert steps.tokens_mean.eq(12).all(), "every completion is full"
@@ -72,6 +74,11 @@ def test_a_child_measures_a_run_and_what_vllm_lends(child, monkeypatch):
     named = {row["name"]: row["note"] for row in figures}
     assert {"handover_s", "wake_s", "lent_changed", "startup_s"} <= named.keys()
     assert named["step_s"].startswith("2 x 8 completions, 12 tokens each, EXPERTS=bf16, SEED=1: mean")
+
+
+def test_fewer_tokens_than_memory_is_planned_for(child):
+    assert child("--set", "TOTAL_STEPS=1", "--tokens", "5")[0] == 0
+    assert record.steps_of(child.folder).tokens_mean.eq(5).all()
 
 
 @pytest.mark.parametrize("name", ["lent_changed", "base_changed"])
