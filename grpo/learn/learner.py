@@ -106,7 +106,7 @@ class Learner(GRPOTrainer):
                 micro_batch["old_per_token_logps"] = self.comparable_logps(token_logps, old, mask[rows])
             loss, metrics = self.liger_loss(micro_batch, batch, token_logps)
             summands = {name: value.item() for name, value in zip(names, metrics, strict=True)}
-            sums.update(summands | {"entropy": (entropy.detach().sum() / mask.sum()).item()})
+            sums.update(summands | {"entropy": (entropy.detach().sum() / mask.sum().clamp(min=1)).item()})
             if expected is not None and len(packed.targets):
                 chances = self.action_probabilities(base, leaf, packed, expected.answers[rows], mask[rows])
                 loss = loss + expected.loss(rows, chances)
@@ -265,8 +265,10 @@ class Learner(GRPOTrainer):
                 metrics["sampling/sampling_logp_difference/mean"].append(known.abs().mean().item())
                 metrics["sampling/sampling_logp_difference/max"].append(known.abs().max().item())
                 metrics["sampling/kl"].append(sampled_kl(known).item())
+            if not difference.numel():  # MASK_TRUNCATED has left out every completion: there is nothing to compare.
+                return
             # From the second step on that shares a rollout, the policy is another one than vLLM's.
             if self.run.watch and self.state.global_step % self.run.settings.steps_per_rollout == 0:
-                unknown = 1 - known.numel() / max(1, difference.numel())
+                unknown = 1 - known.numel() / difference.numel()
                 self.run.watch.compare(self.state.global_step + 1, known.abs().mean().item(), unknown)
             metrics["sampling/importance_sampling_ratio/mean"].append(ratios[mask].mean().item())

@@ -66,7 +66,6 @@ class Scorer:
 
     def score(self, rows: Sequence[Row], ids: list[list[int]], stops: Sequence[int], state: TrainerState) -> Scores:
         """The scores of the completions `ids` of `rows`; `stops` are the tokens that end one. Raises RewardError."""
-        rates: dict[str, Cell] = {}
         if self.run_log is None:
             values, answer_values = self.run.ranks.broadcast()
             answers = [AnswerRewards(*answer) for answer in answer_values]
@@ -80,26 +79,24 @@ class Scorer:
                 self.has_told_none = True
                 log.warning("%s", text)
             answers = []
-            if self.lookup:
-                by_row = self.run.settings.DIRECT_ANSWERS
-                look_up = self.lookup
-                answers = (
-                    look_up.look_up_rows(rows, state) if by_row else look_up.look_up(completions, ids, values, state)
-                )
+            if self.lookup and self.run.settings.DIRECT_ANSWERS:
+                answers = self.lookup.look_up_rows(rows, state)
+            elif self.lookup:
+                answers = self.lookup.look_up(completions, ids, values, state)
             if answers and not self.has_told_expected:
                 self.has_told_expected = True
                 log.info("%s", expected_text(completions, answers))
-            per_function = torch.tensor(values, dtype=torch.float32, device=self.device)
-            values, rewards = per_function.tolist(), weighted_rewards(per_function, self.weights)
+            self.run.ranks.broadcast([values, [dataclasses.astuple(answer) for answer in answers]])
+        by_function = torch.tensor(values, dtype=torch.float32, device=self.device)
+        rewards, rates = weighted_rewards(by_function, self.weights), {}
+        if self.run_log:
             expected = sum(answer.position >= 0 for answer in answers) / len(answers) if answers else None
             step, zero_std = state.global_step + 1, 1 - self.teaching_share(rewards, answers)
             rates = self.run_log.write_completions(
-                step, completions, rewards.tolist(), values, zero_std, expected, logged
+                step, completions, rewards.tolist(), by_function.tolist(), zero_std, expected, logged
             )
-            self.run.ranks.broadcast([values, [dataclasses.astuple(answer) for answer in answers]])
-        by_function = torch.tensor(values, dtype=torch.float32, device=self.device)
         stacked = StepRewards.stack(answers, self.device) if answers else None
-        return Scores(self.names, by_function, weighted_rewards(by_function, self.weights), stacked, rates)
+        return Scores(self.names, by_function, rewards, stacked, rates)
 
     def teaching_share(self, rewards: Tensor, answers: Sequence[AnswerRewards]) -> float:
         """Share of the groups in which rewards, or the rewards of actions, differ.

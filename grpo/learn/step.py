@@ -74,7 +74,7 @@ def new_step(
     if s.BETA:
         batch["ref_per_token_logps"] = logps(batch, False)
     metrics = rollout_figures(prompts, samples, scores, deviations, None if s.DIRECT_ANSWERS else ends)
-    return Step(batch, scores.answers, metrics, scores.rates, action_probabilities(samples))
+    return Step(batch, scores.answers, metrics, scores.rates, known_probabilities(samples))
 
 
 def group_advantages(rewards: Tensor, group: int, scale_rewards: str | None) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def to_tensors(
     return batch
 
 
-def action_probabilities(samples: Sequence[Sample]) -> Tensor | None:
+def known_probabilities(samples: Sequence[Sample]) -> Tensor | None:
     """The probabilities (B, K) that samples come with; zeros for those of other ranks, None if no sample has any."""
     known = [sample.probabilities for sample in samples if sample.probabilities is not None]
     if not known:

@@ -110,8 +110,7 @@ class Trainer(Learner):
                 part = part_of_rollout(rollout, index % s.STEPS_PER_GENERATION, s.STEPS_PER_GENERATION)
                 loss = self.learn(model, *part)
             except (RewardError, MismatchGrown):
-                self.rollout = None  # A resumed run generates it again.
-                self.save_last_step()
+                self.save_last_step()  # A resumed run makes this rollout again.
                 raise
         self.rollout = rollout if index < s.steps_per_rollout - 1 else None
         self.state.num_input_tokens_seen += int(new_tokens)

@@ -121,9 +121,9 @@ class CsvLog:
         self.file.flush()
         self.digest.update(content)
 
-    def sync(self) -> tuple[int, str]:
-        """Waits until the log is on the disk; returns how many bytes it holds, and their SHA-256."""
-        os.fsync(self.file.fileno())
+    @property
+    def end(self) -> tuple[int, str]:
+        """How many bytes the log holds, and their SHA-256."""
         return self.file.tell(), self.digest.hexdigest()
 
 
@@ -236,6 +236,7 @@ class RunLog:
         metrics, completions = (folder / name for name in LOGS)
         self.metrics = CsvLog(metrics, [*METRICS, *self.function_columns, *metric_column])
         self.completions = CsvLog(completions, [*COMPLETIONS, *prompt_column, *self.function_columns, *extra_column])
+        self.mark_end()
         with metrics.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.pace = Pace(self.total_steps, settings.EVAL_STEPS, rows, settings.steps_per_rollout)
@@ -283,8 +284,15 @@ class RunLog:
         return rates
 
     def sync(self) -> dict[str, tuple[int, str]]:
-        """Waits until both CSVs are on the disk; returns their ends by name, for `finish_checkpoint`."""
-        return dict(zip(LOGS, (self.metrics.sync(), self.completions.sync()), strict=True))
+        """Waits until both CSVs are on the disk; returns their ends after the last finished step by name, for
+        `finish_checkpoint`. Completions of a step that does not finish are behind them: a resumed run cuts them off."""
+        for table in (self.metrics, self.completions):
+            os.fsync(table.file.fileno())
+        return self.ends
+
+    def mark_end(self) -> None:
+        """Keeps where both CSVs end now."""
+        self.ends = dict(zip(LOGS, (self.metrics.end, self.completions.end), strict=True))
 
     def write_step(self, step: int, figures: Mapping[str, Cell]) -> None:
         """Writes a step's row and line, and warns. `figures`: all columns but step and time."""
@@ -292,6 +300,7 @@ class RunLog:
         row: dict[str, Cell] = {"step": step, "time": now, **figures}
         row |= {name: f"{value:.6g}" for name, value in row.items() if isinstance(value, float)}
         self.metrics.write([row])
+        self.mark_end()
         self.pace.add(row)
         names = ("parse_rate", "clipped_ratio", "tokens_mean", "step_s", "rollout_s", "learn_s")
         parse_rate, clipped, tokens, step_s, rollout_s, learn_s = (float(row[name] or "nan") for name in names)

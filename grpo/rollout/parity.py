@@ -73,8 +73,8 @@ def check_mismatch(trainer: Any) -> None:
 
     Raises ParityError. Logs mean and maximum of |difference| in nats."""
     s: Settings = trainer.run.settings
-    trainer.run.watch = MismatchWatch(s, [])
     if s.PARITY == "off":
+        trainer.run.watch = MismatchWatch(s, [])
         log.warning(banner_text("PARITY=off: nothing checks that vLLM generates with the adapter that is trained"))
         return
     check, policy = MismatchCheck(trainer), trainer.model
@@ -179,9 +179,9 @@ class MismatchCheck:
 
     def compare_share(self) -> None:
         """Raises ParityError unless the whole update arrives in vLLM's weights, and no more than it."""
-        self.engine.wake()
-        self.engine.sync_weights(self.policy)
-        self.engine.sleep()
+        s = self.settings
+        with VllmSampler(self.engine, self.policy).session(Sampling(s.SEED, s.TEMPERATURE, s.TOP_P, PARITY_SAMPLED)):
+            pass  # It syncs the weights.
         share, error = self.engine.sync_share or (math.nan, 0.0)
         log.info("parity of an update as small as a first step's: %.2f%% of it reach vLLM's weights", 100 * share)
         if not abs(share - 1) <= SHARE_LIMIT + 4 * error:

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from helpers import read_csv
 from trainers import LOSSES, apart, batch, loss_and_gradients, make, plain_float32, policy_logps, score_completions
 
 from grpo.output.logs import FunctionLog
+from grpo.rollout.parity import MismatchWatch
 from grpo.settings.table import FIELDS
 
 pytestmark = pytest.mark.numeric
@@ -67,6 +69,17 @@ def test_the_logged_mismatch_is_over_known_tokens_only(tiny, tmp_path):
             assert metrics[f"sampling/sampling_logp_difference/{name}"] == [pytest.approx(value.item(), rel=1e-4)]
         mean = (known.exp().clamp(max=1.3).sum().item() + 1) / 19
         assert metrics["sampling/importance_sampling_ratio/mean"] == [pytest.approx(mean, rel=1e-4)]
+
+
+def test_a_step_of_truncated_completions_alone_is_no_mismatch(tiny, tmp_path):
+    """MASK_TRUNCATED leaves out all of them: no log-prob is left that could be compared with vLLM's."""
+    trainer = plain_float32(make(tiny, tmp_path, MASK_TRUNCATED=True))
+    trainer.run.watch = MismatchWatch(trainer.run.settings, [])
+    inputs = batch(trainer, sampled=True)
+    inputs["completion_mask"][:] = 0
+    loss, gradient = loss_and_gradients(trainer, inputs, 2)
+    assert loss == 0 and not gradient.any()
+    assert all(math.isfinite(value) for values in trainer._metrics["train"].values() for value in values)
 
 
 @pytest.mark.parametrize("mode", FIELDS["IS_CORRECTION"].metadata["choices"])

@@ -8,8 +8,10 @@ import math
 import pytest
 import torch
 from engines import digest, set_adapter
+from helpers import read_csv
 from stub_vllm import SYNCS
 
+from grpo.output.folder import cut_logs
 from grpo.rollout import parity, weight_sync
 from grpo.rollout.parity import (
     BASE,
@@ -289,7 +291,11 @@ def test_a_run_whose_engine_drifts_ends_with_a_checkpoint_of_the_last_good_step(
     monkeypatch.setattr(engine, "generate", drifting)
     with pytest.raises(MismatchGrown, match="^step 3"):
         trainer.train()
-    assert trainer.state.global_step == 2 and (trainer.run.folder / "checkpoint-2" / "manifest.json").is_file()
+    folder = trainer.run.folder
+    assert trainer.state.global_step == 2 and (folder / "checkpoint-2" / "manifest.json").is_file()
+    assert read_csv(folder / "completions.csv")[-1]["step"] == "3", "its completions were written"
+    cut_logs(folder, folder / "checkpoint-2")  # A resumed run writes them again.
+    assert int(read_csv(folder / "completions.csv")[-1]["step"]) < 3 == len(read_csv(folder / "metrics.csv")) + 1
 
 
 def test_certain_samples_are_no_failure(build, monkeypatch):
