@@ -15,7 +15,7 @@ import re
 
 ASSISTANT = "<|start|>assistant"  # where the assistant's turn begins, and each of its messages
 FINAL = "<|channel|>final<|message|>"
-RETURN = "<|return|>"  # ends a turn
+RETURN = "<|return|>"  # ends a turn; the tokens at which a completion stops are `stop_tokens` in grpo/model/load.py
 ANSWER_BEFORE, ANSWER_AFTER = f"{FINAL}[", f"]{RETURN}"  # around the number of the action, in an answer without words
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from grpo.common import InputError, Problems
 from grpo.evaluate.model_card import copy_small, model_readme
 from grpo.evaluate.saved_adapter import commit_of_run, load_run_settings
-from grpo.model.checkpoint import expected_tensors, new_directory, write_json, write_tensors
 from grpo.model.experts import dequantize_mxfp4
+from grpo.model.write_checkpoint import expected_tensors, new_directory, write_json, write_tensors
 from grpo.output.durable import sync_files, write_text
 from grpo.output.layout import ADAPTER
 from grpo.plan.hub import ModelFiles, fetch_weights, find_model, has_mxfp4

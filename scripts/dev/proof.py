@@ -20,8 +20,8 @@ from grpo.evaluate.ask import prepare
 from grpo.evaluate.models import start_model
 from grpo.figures.statistics import confidence_interval
 from grpo.harmony import ANSWER_BEFORE
-from grpo.model import checkpoint
 from grpo.model import gptoss_format as gptoss
+from grpo.model import write_checkpoint as checkpoint
 from grpo.model.load import load_model
 from grpo.output.folder import complete_steps
 from grpo.plan.hub import TINY_PATH, count_parameters

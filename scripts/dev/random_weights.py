@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from grpo.model import checkpoint
+from grpo.model import write_checkpoint as checkpoint
 from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, Sizes
 
 # Factors of 1 / sqrt(fan-in) that give the standard deviations of random matrices: rounding errors stay small at any

@@ -21,7 +21,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from grpo.common import InputError
-from grpo.model import checkpoint
+from grpo.model import write_checkpoint as checkpoint
 from grpo.model.experts import GATE_ALPHA, GATE_LIMIT
 from grpo.model.gptoss_format import quantize_mxfp4
 

@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.common import InputError
 from grpo.model import gptoss_format as gptoss
-from grpo.model.checkpoint import new_directory, read_tokenizer, special_token_ids, write_checkpoint, write_json
+from grpo.model.write_checkpoint import new_directory, read_tokenizer, special_token_ids, write_checkpoint, write_json
 from grpo.plan.hub import TINY_PATH
 from scripts.dev.warmup_rows import ACTIONS, PROBE_SEED, WARMUP_SEED, WarmupTensors, warmup_rows
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from grpo.evaluate.export import export
-from grpo.model.checkpoint import expected_tensors, write_tensors
+from grpo.model.write_checkpoint import expected_tensors, write_tensors
 from grpo.output.durable import read_json
 from grpo.output.layout import ADAPTER
 from grpo.plan.targets import LINEAR_MODULES, expected_shapes
@@ -31,7 +31,7 @@ def base(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors = load_file(tiny / "model.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo.model.checkpoint.SHARD_BYTES", 30_000)
+        patch.setattr("grpo.model.write_checkpoint.SHARD_BYTES", 30_000)
         write_tensors(folder, expected_tensors(read_json(tiny / "config.json")), lambda name, like: tensors[name])
     assert len(list(folder.glob("*.safetensors"))) > 5
     return folder
@@ -81,7 +81,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 def exported(request, base: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     out = tmp_path_factory.mktemp("out") / "merged"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo.model.checkpoint.SHARD_BYTES", 30_000)
+        patch.setattr("grpo.model.write_checkpoint.SHARD_BYTES", 30_000)
         assert main([str(adapter), "--to", request.param, "--out", str(out)]) == 0
     return request.param, out
 

@@ -11,9 +11,9 @@ from expert_models import load, stock_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from grpo.model.checkpoint import write_json
 from grpo.model.experts import quantized_experts
 from grpo.model.load import choose_threads, load_adapter, load_base, load_tokenizer
+from grpo.model.write_checkpoint import write_json
 from grpo.output.durable import read_json
 from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.process.ending import UnloadableModel

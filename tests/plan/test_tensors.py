@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from grpo.model.checkpoint import expected_tensors
+from grpo.model.write_checkpoint import expected_tensors
 from grpo.output.durable import read_json
 from grpo.plan.tensors import listed_tensors, names_fault, tensor_names
 

@@ -9,8 +9,8 @@ from expert_models import load
 from helpers import RENDERED
 
 from grpo.evaluate.exact import answer_probabilities
-from grpo.model.checkpoint import read_tokenizer
 from grpo.model.load import load_tokenizer
+from grpo.model.write_checkpoint import read_tokenizer
 from grpo.output.durable import read_json
 from grpo.plan.hub import TINY_ACTIONS
 from scripts.dev.warmup import TINY_RECIPE, figures, write_tiny

@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from grpo.model.checkpoint import read_tokenizer
 from grpo.model.gptoss_format import TINY, quantize_experts
+from grpo.model.write_checkpoint import read_tokenizer
 from grpo.plan.hub import TINY_PATH
 from grpo.tasks.tes.dataset import synthetic_windows, trajectory
 from grpo.tasks.tes.plant import step

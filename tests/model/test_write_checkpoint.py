@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from grpo.common import InputError
-from grpo.model.checkpoint import new_directory
 from grpo.model.gptoss_format import GPT_OSS_20B
+from grpo.model.write_checkpoint import new_directory
 from grpo.plan.hub import TINY_PATH
 from scripts.dev.random_weights import write_full
 
@@ -24,7 +24,7 @@ SMALL = GPT_OSS_20B | {
 @pytest.fixture(scope="module", autouse=True)
 def small_shards():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo.model.checkpoint.SHARD_BYTES", 100_000)
+        patch.setattr("grpo.model.write_checkpoint.SHARD_BYTES", 100_000)
         yield
 
 
