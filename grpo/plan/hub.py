@@ -117,10 +117,8 @@ def read_model_files(folder: Path) -> ModelFiles:
     if quantization is not None and (fault := type_fault(quantization, dict, "quantization_config")):
         raise ValueError(f"config.json: {fault}")
     if quantization is not None and not has_mxfp4(config):
-        method = quantization.get("quant_method", "an unnamed method")
-        raise ValueError(
-            f"its weights are quantized by {method}, and this program trains MXFP4 experts or BF16 weights"
-        )
+        fault = f"its weights are quantized by {quantization.get('quant_method', 'an unnamed method')}"
+        raise ValueError(f"{fault}, and this program trains MXFP4 experts or BF16 weights")
     if not tokenizer.exists():
         raise ValueError("tokenizer.json is missing")
     if (folder / "chat_template.jinja").exists():
