@@ -176,11 +176,7 @@ def check_memory(settings: Settings, inputs: PlanInputs, problems: Problems) -> 
             problems.add(name, fault, memory.memory_advice(settings, inputs))
     elif plan.weights > 4:
         fault = f"{machine.no_gpu}, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
-        problems.add(
-            "MODEL_ID",
-            fault,
-            "Run it where there is an NVIDIA GPU (docs/memory.md), or try MODEL_ID=tiny",
-        )
+        problems.add("MODEL_ID", fault, "Run it where there is an NVIDIA GPU (docs/memory.md), or try MODEL_ID=tiny")
     elif plan.peak > machine.ram_share > 0:
         each = f" in each of {machine.here} processes" if fewer else ""
         fault = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
