@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of settings, memory and disk, all of them at once, and the plan and warnings that a run begins with."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
@@ -18,13 +16,7 @@ from grpo.output.folder import RunState
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import plan_memory
 from grpo.preflight import banner, checks, resolve
-from grpo.preflight.choices import (
-    EXPERTS_REASONS,
-    Choice,
-    choose_checkpointing,
-    choose_experts,
-    choose_total_steps,
-)
+from grpo.preflight.choices import EXPERTS_REASONS, Choice, choose_checkpointing, choose_experts, choose_total_steps
 from grpo.settings.table import FIELDS, Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]

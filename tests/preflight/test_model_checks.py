@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models and cards that are refused or warned of before anything is downloaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
 import shutil
 
 import pytest
-from helpers import ROOT, run_script
+from helpers import ROOT
 from hub_server import files_in
 from machines import CPU, H100, only, plan_inputs, resolved_run
 
@@ -71,14 +69,6 @@ def test_a_model_that_nothing_computes_is_refused_everywhere(run, changed_model)
     folder = changed_model(swiglu_limit=5.0)
     problem = only(run(MODEL_ID=folder).problems)
     assert problem.startswith(f"MODEL_ID={folder}: config.json: swiglu_limit is 5.0 instead of 7.0, which neither")
-
-
-@pytest.mark.parametrize(("method", "code"), [("bitsandbytes", 2), ("mxfp4", 0)])
-def test_other_quantizations_exit_2(changed_model, tmp_path, method, code):
-    folder = changed_model(quantization_config={"quant_method": method})
-    data = ROOT / "data" / "tes_train_compact.csv"
-    done = run_script("--check", MODEL_ID=folder, OUTPUT_DIR=tmp_path / "run", DATA=data, EVAL_SAMPLES=0, code=code)
-    assert ("its weights are quantized by bitsandbytes, and this program trains MXFP4" in done.stderr) == (code == 2)
 
 
 COPY_OF_120B = BF16 | {"num_hidden_layers": 36, "num_local_experts": 128}

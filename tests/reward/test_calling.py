@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions: what they get, what they may return, and what they leave behind."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
