@@ -68,8 +68,7 @@ class Plan(StepPlan, LearnerMemory):
 
     @property
     def learning_peak(self) -> float:
-        asleep = self.engine.asleep if self.engine else 0.0
-        return self.held + self.learning + asleep
+        return self.held + self.learning + (self.engine.asleep if self.engine else 0.0)
 
     @property
     def peak(self) -> float:
@@ -120,8 +119,7 @@ class PlanInputs:
 
     def fits(self, settings: Settings, changes: Changes) -> bool:
         """Whether a run with these settings and `changes` fits into the memory of GPU and host."""
-        changed = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
-        plan = plan_memory(changed, self)
+        plan = plan_memory(dataclasses.replace(settings, **changes), self)  # type: ignore[arg-type]
         return not (memory_shortfall(plan, self.machine) or host_shortfall(plan, self.machine))
 
 
@@ -305,8 +303,7 @@ def plan_step(settings: Settings, inputs: PlanInputs, room: float, learning_room
     parts = choose_expert_parts(settings, inputs, sizes, room)
     size = settings.MICRO_BATCH or largest_micro_batch(settings, inputs, sizes, parts, learning_room) or 1
     size = min(size, rank_completions(settings, inputs.machine))
-    learning = learning_gib(settings, inputs, size, parts)
-    return StepPlan(micro_batch=size, learning=learning, expert_parts=parts)
+    return StepPlan(micro_batch=size, learning=learning_gib(settings, inputs, size, parts), expert_parts=parts)
 
 
 def keep_engine_awake(engine: EnginePlan | None, room: float) -> EnginePlan | None:
