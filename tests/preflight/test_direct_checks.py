@@ -58,8 +58,7 @@ def test_an_action_of_several_tokens_is_refused(direct_run, tmp_path):
     """The tiny model's tokenizer has a token for each number up to 200."""
     header = ["prompt", *(f"reward_action_{k}" for k in range(202))]
     many = write_csv(tmp_path / "many.csv", header, [[RENDERED.format("question"), 1, *[0] * 201]])
-    problem = only(direct_run(DATA=many, EVAL_SAMPLES=0).problems)
-    assert "its tokenizer writes `201` in several" in problem
+    assert "its tokenizer writes `201` in several" in only(direct_run(DATA=many, EVAL_SAMPLES=0).problems)
 
 
 def test_what_a_run_resolves_to(direct_run):
@@ -92,11 +91,9 @@ def test_full_prompts_of_a_large_model_are_evaluated_exactly_as_well(direct_run)
 def test_the_plan_has_no_rollout():
     """At full size: no cache of keys and values, and choosing takes a part of what learning does."""
     settings = Settings(DIRECT_ANSWERS=True, NUM_GENERATIONS=1, MAX_COMPLETION_LEN=1, PROMPTS_PER_STEP=256)
-    shapes = PlanInputs(REAL_CONFIG, H100, 900, "torch_flash", "prefix")
-    plan = plan_memory(settings, shapes)
+    plan = plan_memory(settings, PlanInputs(REAL_CONFIG, H100, 900, "torch_flash", "prefix"))
     assert plan.engine is None and plan.micro_batch == plan.generation_batch == 32
-    assert plan.generation == 0 < plan.learning
-    assert plan.peak < 70
+    assert plan.generation == 0 < plan.learning and plan.peak < 70
 
 
 def test_a_prompt_that_opens_another_channel_is_refused(direct_run, tmp_path):

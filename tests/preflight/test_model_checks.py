@@ -61,8 +61,7 @@ def test_the_window_is_compared_with_the_longest_sequence(run, changed_model):
     longest = run(H100, USE_VLLM=1).plan.prompt_len + 10
     for window, problems in ((longest, 0), (longest - 1, 1)):
         folder = changed_model(layer_types=["full_attention"] * 3, sliding_window=window)
-        resolved = run(H100, MODEL_ID=folder, USE_VLLM=1, MAX_COMPLETION_LEN=10)
-        assert len(model_problems(resolved)) == problems
+        assert len(model_problems(run(H100, MODEL_ID=folder, USE_VLLM=1, MAX_COMPLETION_LEN=10))) == problems
 
 
 def test_a_model_that_nothing_computes_is_refused_everywhere(run, changed_model):
@@ -135,8 +134,7 @@ def test_blackwell_is_warned_of(run, capability, warned):
 
 def test_an_amd_gpu_is_named_where_a_gpu_is_missing(run):
     amd = dataclasses.replace(CPU, has_amd=True)
-    resolved = run(amd, MODEL_ID="openai/gpt-oss-20b", MAX_PROMPT_LEN=2048)
-    text = "\n".join(resolved.problems)
+    text = "\n".join(run(amd, MODEL_ID="openai/gpt-oss-20b", MAX_PROMPT_LEN=2048).problems)
     assert "the GPU here is AMD's, which is not supported, and no NVIDIA one is visible, and openai/gpt-oss-20b" in text
     assert "or try MODEL_ID=tiny" in text and "no GPU is visible" not in text
     resolved = run(amd)
