@@ -144,8 +144,7 @@ def download_problem(model_id: str, error: BaseException, commit: str | None = N
 
 
 def fetch_small_files(model_id: str, commit: str | None, problems: Problems) -> Path | None:
-    """The folder with a Hub model's config, tokenizer and template, of `commit` or the newest, downloaded or cached;
-    None after a problem."""
+    """The folder with the small files of a Hub model, of `commit` or else the newest; None after a problem."""
     try:
         from huggingface_hub import snapshot_download  # The package may be missing.
 

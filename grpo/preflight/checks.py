@@ -239,8 +239,7 @@ def load_run_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, s
 
 
 def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> ResolvedRun:
-    """The resolved run of the settings in `environ`, with all problems of all ranks that can be found without training.
-    Writes nothing."""
+    """The resolved run, with all problems of all ranks that can be found without training. Writes nothing."""
     settings, sources, problems = load_run_settings(environ)
     ranks = ranks or Ranks()
     commit, split = ranks.broadcast(recorded_commit(settings)), read_split(settings, problems)

@@ -227,8 +227,7 @@ def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Setting
 
 
 def choose_total_steps(settings: Settings, sources: Mapping[str, str], rows: int, problems: Problems) -> Choice[int]:
-    """TOTAL_STEPS, the steps of the whole run, for this number of training `rows`. Adds a problem if the user set both
-    it and NUM_TRAIN_EPOCHS."""
+    """TOTAL_STEPS for this number of training `rows`. Adds a problem if the user set both it and NUM_TRAIN_EPOCHS."""
     total, epochs, prompts = settings.TOTAL_STEPS, settings.NUM_TRAIN_EPOCHS, settings.PROMPTS_PER_STEP
     if epochs is None or not rows:
         return Choice(total, "TOTAL_STEPS")

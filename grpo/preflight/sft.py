@@ -26,8 +26,7 @@ def was_killed(out: Path) -> bool:
 
 
 def inspect_out(asked: Settings, out: Path, problems: Problems) -> RunState:
-    """What the folder --out holds. Adds a problem unless it is empty, OVERWRITE=1 is set, or a killed scripts/sft.py
-    left it."""
+    """What --out holds. Adds a problem unless it is empty, OVERWRITE=1 is set, or a killed scripts/sft.py left it."""
     if asked.OVERWRITE or not (out.is_dir() and any(out.iterdir())):
         return inspect_run(asked, [], problems)
     state = RunState(out.expanduser().resolve(), exists=True)
