@@ -92,6 +92,7 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
 
 
 def reward_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
+    """(title, text) of each line about the reward functions."""
     is_unusable = any(problem.startswith("REWARDS") for problem in resolved.problems)
     specs = [] if is_unusable else resolved.reward_specs
     functions = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
@@ -103,6 +104,7 @@ def reward_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
 
 
 def output_dir_text(resolved: ResolvedRun) -> str:
+    """Says what the run does with OUTPUT_DIR."""
     state, s = resolved.state, resolved.settings
     if any(problem.startswith("OUTPUT_DIR=") for problem in resolved.problems):
         return "cannot be used, see below"

@@ -75,6 +75,7 @@ def choose_use_vllm(settings: Settings, gpus: int, vllm: str | None) -> Choice[b
 
 
 def choose_sync(settings: Settings) -> Choice[str]:
+    """ROLLOUT_SYNC."""
     if settings.ROLLOUT_SYNC is not None:
         return Choice(settings.ROLLOUT_SYNC, "set by ROLLOUT_SYNC")
     if expert_words(settings.LORA_TARGETS):
@@ -167,6 +168,7 @@ def choose_rewards(requested: str | None, rows: Sequence[Row]) -> Choice[str]:
 
 
 def choose_scale_rewards(requested: str | None) -> Choice[str]:
+    """SCALE_REWARDS."""
     if requested is not None:
         return Choice(requested, "set by SCALE_REWARDS")
     reason = "by the batch's deviation a few costly rows decide, and a run may settle on the safest action"
