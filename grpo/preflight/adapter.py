@@ -27,7 +27,6 @@ def lora_options(s: Settings) -> dict[str, Any]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """The files of an adapter that are not in `folder`."""
     return [name for name in (CONFIG, ADAPTER) if not (folder / name).is_file()]
 
 

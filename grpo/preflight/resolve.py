@@ -149,7 +149,6 @@ class ResolvedRun(Facts):
 
 
 def fill_in(settings: Settings, chosen: Choices) -> Settings:
-    """The settings with the values that were chosen for them."""
     return dataclasses.replace(settings, **{name: choice.value for name, choice in chosen.items() if name in FIELDS})
 
 
