@@ -40,7 +40,6 @@ REFUSED = {  # reason -> (setting, text, message)
     "an underscore": ("LEARNING_RATE", "0.0_1", "expected a number"),
     "no float32": ("PARITY_LIMIT", "1e38", r"at most 1e\+30"),
     "no date": ("PROMPT_DATE", "2025/11/6", "expected a day such as 2025-11-06"),
-    "no month": ("PROMPT_DATE", "2025-13-01", "expected a day"),
     "bytes that are no text": ("DATA", "days\udcff.csv", "not UTF-8"),
     "nobody's home": ("OUTPUT_DIR", "~nobody-here/runs", "home"),
     "a long name": ("MODEL_ID", "x" * 256, "name too long"),

@@ -93,7 +93,6 @@ MISTAKEN = [  # columns of a row, part of the problem
     ({"chat_template_kwargs": {"messages": []}}, "takes no messages"),
     ({"chat_template_kwargs": "high"}, "column chat_template_kwargs: it is neither JSON nor"),
     ({"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}, "has another reasoning_effort"),
-    ({"tools": "a hammer"}, "column tools: it is neither JSON nor"),
     ({"tools": TOOL}, "is not a list of functions as JSON schemas"),
     ({"tools": [{**TOOL, "function": {**TOOL["function"], "description": "<|end|>"}}]}, "holds <|end|>, which ends"),
     ({"tools": ["weather"]}, "its chat template fails on d.csv, row 3"),
