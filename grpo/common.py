@@ -77,7 +77,6 @@ def path_fault(path: str | Path) -> str | None:
 
 
 def format_exception(error: BaseException) -> str:
-    """Type and message of an exception in one line."""
     return one_line(": ".join(filter(None, (type(error).__name__, text_of(error)))), 300)
 
 

@@ -66,8 +66,7 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     Days or prompts are the groups. A group is held out if a hash of the day or prompt alone lies below `share`. So rows
     that are added hold out no group that was trained on, and train on no group that was held out: runs on the rows of
     yesterday and of today compare. Of the first LEAST_GROUPS groups, by their order in DATA, exactly `share` is held
-    out, those of the lowest hashes, because chance would hold out none or a quarter of so few. Fewer groups hold out
-    none.
+    out, those of the lowest hashes: chance would hold out none or a quarter of so few. Fewer groups hold out none.
 
     A row of a held-out group whose prompt is also trained on is trained on as well: it could not be evaluated. At most
     MOST_HELD_OUT held-out rows are evaluated."""

@@ -59,10 +59,8 @@ def render(
 
     It equals what transformers renders, without torch, and has `date` in place of today's, so that it never changes."""
     conversation = [{"role": role, "content": text} for role, text in messages]
-    compiled = compile_template(template, date)
-    return compiled.render(
-        {"reasoning_effort": effort, **arguments, "messages": conversation, "add_generation_prompt": True}
-    )
+    variables = {"reasoning_effort": effort, **arguments, "messages": conversation, "add_generation_prompt": True}
+    return compile_template(template, date).render(variables)
 
 
 def without_none(value: Cell) -> Cell:

@@ -136,7 +136,6 @@ def describe_cache(settings: Settings, engine: EnginePlan, prompt_len: int) -> s
         if settings.VLLM_GPU_MEM is not None:
             limit = f"VLLM_GPU_MEM={settings.VLLM_GPU_MEM:g}"
         share = engine.cache / engine.cache_wanted
-        text += (
-            f"; {limit} leaves {share:.0%} of the {engine.cache_wanted:.1f} GiB they may need, the rest waits its turn"
-        )
+        text += f"; {limit} leaves {share:.0%} of the {engine.cache_wanted:.1f} GiB they may need"
+        text += ", the rest waits its turn"
     return text

@@ -117,10 +117,8 @@ def read_model_files(folder: Path) -> ModelFiles:
     if quantization is not None and (fault := type_fault(quantization, dict, "quantization_config")):
         raise ValueError(f"config.json: {fault}")
     if quantization is not None and not has_mxfp4(config):
-        method = quantization.get("quant_method", "an unnamed method")
-        raise ValueError(
-            f"its weights are quantized by {method}, and this program trains MXFP4 experts or BF16 weights"
-        )
+        fault = f"its weights are quantized by {quantization.get('quant_method', 'an unnamed method')}"
+        raise ValueError(f"{fault}, and this program trains MXFP4 experts or BF16 weights")
     if not tokenizer.exists():
         raise ValueError("tokenizer.json is missing")
     if (folder / "chat_template.jinja").exists():
@@ -146,8 +144,7 @@ def download_problem(model_id: str, error: BaseException, commit: str | None = N
 
 
 def fetch_small_files(model_id: str, commit: str | None, problems: Problems) -> Path | None:
-    """The folder with a Hub model's config, tokenizer and template, of `commit` or the newest, downloaded or cached;
-    None after a problem."""
+    """The folder with the small files of a Hub model, of `commit` or else the newest; None after a problem."""
     try:
         from huggingface_hub import snapshot_download  # The package may be missing.
 

@@ -83,11 +83,6 @@ def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
     return math.inf
 
 
-def has_amd_gpu() -> bool:
-    """Whether the machine has a GPU that ROCm could use: its driver's device file or its tool is there."""
-    return AMD_DEVICE.exists() or shutil.which("rocm-smi") is not None
-
-
 def read_machine() -> Machine:
     """Read this machine's free memory, its cores, and its visible GPUs with nvidia-smi."""
     ram_free = 0.0
@@ -107,7 +102,8 @@ def read_machine() -> Machine:
         name, total, free, capability = (cell.strip() for cell in lines[0].split(","))
         machine = dataclasses.replace(machine, gpu=name, gpus=len(lines), capability=float(capability))
         machine = dataclasses.replace(machine, gpu_total=int(total) / 1024, gpu_free=int(free) / 1024)
-    return machine if machine.gpus else dataclasses.replace(machine, has_amd=has_amd_gpu())
+    has_rocm = AMD_DEVICE.exists() or shutil.which("rocm-smi") is not None
+    return dataclasses.replace(machine, has_amd=has_rocm and not machine.gpus)
 
 
 def version_key(version: str) -> tuple[int, ...]:

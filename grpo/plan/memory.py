@@ -68,8 +68,7 @@ class Plan(StepPlan, LearnerMemory):
 
     @property
     def learning_peak(self) -> float:
-        asleep = self.engine.asleep if self.engine else 0.0
-        return self.held + self.learning + asleep
+        return self.held + self.learning + (self.engine.asleep if self.engine else 0.0)
 
     @property
     def peak(self) -> float:
@@ -120,8 +119,7 @@ class PlanInputs:
 
     def fits(self, settings: Settings, changes: Changes) -> bool:
         """Whether a run with these settings and `changes` fits into the memory of GPU and host."""
-        changed = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
-        plan = plan_memory(changed, self)
+        plan = plan_memory(dataclasses.replace(settings, **changes), self)  # type: ignore[arg-type]
         return not (memory_shortfall(plan, self.machine) or host_shortfall(plan, self.machine))
 
 
@@ -130,8 +128,7 @@ def unshared_reason(sync: str | None, config: ModelConfig | None, machine: Machi
     if sync == "lora":
         return "with ROLLOUT_SYNC=lora vLLM lays its experts out for other kernels"
     if not 9 <= machine.capability < 10:
-        card = f"{machine.gpu} has {machine.capability}"
-        return f"shared needs a Hopper card (capability 9.0), {card}"
+        return f"shared needs a Hopper card (capability 9.0), {machine.gpu} has {machine.capability}"
     if config and config.get("tie_word_embeddings"):
         return "shared needs an output head that is not tied to the embeddings"
     return ""
@@ -300,17 +297,13 @@ def plan_vllm(settings: Settings, inputs: PlanInputs, learner: LearnerMemory) ->
     return dataclasses.replace(engine, asleep=engine.asleep + lent, lent=lent)
 
 
-def plan_step(settings: Settings, inputs: PlanInputs, held: float) -> StepPlan:
-    """The learner's step beside the `held` GiB: the largest micro-batch that fits, unless MICRO_BATCH is set."""
-    free = free_gib(inputs.machine)
-    room = free * usable_share(settings, inputs.machine) - held
-    learning_room = free * usable_share(settings, inputs.machine, learning=True) - held
+def plan_step(settings: Settings, inputs: PlanInputs, room: float, learning_room: float) -> StepPlan:
+    """The learner's step: the largest micro-batch that fits into `learning_room` GiB, unless MICRO_BATCH is set."""
     sizes = [settings.MICRO_BATCH] if settings.MICRO_BATCH else useful_micro_batches(settings, inputs)
     parts = choose_expert_parts(settings, inputs, sizes, room)
     size = settings.MICRO_BATCH or largest_micro_batch(settings, inputs, sizes, parts, learning_room) or 1
     size = min(size, rank_completions(settings, inputs.machine))
-    learning = learning_gib(settings, inputs, size, parts)
-    return StepPlan(micro_batch=size, learning=learning, expert_parts=parts)
+    return StepPlan(micro_batch=size, learning=learning_gib(settings, inputs, size, parts), expert_parts=parts)
 
 
 def keep_engine_awake(engine: EnginePlan | None, room: float) -> EnginePlan | None:
@@ -335,12 +328,12 @@ def plan_memory(settings: Settings, inputs: PlanInputs) -> Plan:
     learner = plan_learner_memory(settings, inputs)
     engine = plan_vllm(settings, inputs, learner)
     held, free = learner.held + (engine.asleep if engine else 0.0), free_gib(inputs.machine)
-    step = plan_step(settings, inputs, held)
+    room = free * usable_share(settings, inputs.machine) - held
     learning_room = free * usable_share(settings, inputs.machine, learning=True) - held
+    step = plan_step(settings, inputs, room, learning_room)
     # With DIRECT_ANSWERS the learner's micro-batches choose one token a prompt, which takes less memory than learning.
     batch, generation = step.micro_batch, 0.0
     if not settings.DIRECT_ANSWERS:
-        room = free * usable_share(settings, inputs.machine) - held
         batch = plan_generation_batch(settings, inputs, step.expert_parts, room)
         generation = generation_gib(settings, inputs, batch, step.expert_parts)
     return Plan(
@@ -402,14 +395,9 @@ def fitting_original(settings: Settings, inputs: PlanInputs) -> str | None:
 def memory_advice(settings: Settings, inputs: PlanInputs) -> str:
     """Advice for a run that does not fit the GPU: the model that a BF16 checkpoint may be a copy of if that fits, and
     every single change of the settings that makes it fit, or else all of them."""
-    changes = settings_advice(settings, inputs)
-    if original := fitting_original(settings, inputs):
-        return f"If this is a BF16 copy of it, set MODEL_ID={original}: its MXFP4 experts fit. {changes}"
-    return changes
-
-
-def settings_advice(settings: Settings, inputs: PlanInputs) -> str:
-    """The part of `memory_advice` about settings."""
+    original, advice = fitting_original(settings, inputs), ""
+    if original:
+        advice = f"If this is a BF16 copy of it, set MODEL_ID={original}: its MXFP4 experts fit. "
     trials: list[Changes] = [{"VLLM_GPU_MEM": None}, {"GRADIENT_CHECKPOINTING": True}]
     trials += [{"GENERATION_BATCH": None}, {"MICRO_BATCH": None}]
     if packed := [kind for kind in inputs.expert_kinds(settings) if kind != "bf16"]:
@@ -421,8 +409,8 @@ def settings_advice(settings: Settings, inputs: PlanInputs) -> str:
     beside_vllm = {name: value for trial in trials[:-1] for name, value in trial.items()}
     for candidates in (trials, [beside_vllm], [together]):
         if remedies := [format_changes(trial) for trial in candidates if inputs.fits(settings, trial)]:
-            return f"With all else as set, {' or '.join(remedies)} fits"
-    return "Free some memory (nvidia-smi names its users), lower MAX_COMPLETION_LEN, or rent a larger GPU"
+            return f"{advice}With all else as set, {' or '.join(remedies)} fits"
+    return f"{advice}Free some memory (nvidia-smi names its users), lower MAX_COMPLETION_LEN, or rent a larger GPU"
 
 
 def bucket(length: int) -> int:

@@ -43,7 +43,6 @@ def target_matrices(targets: str, layers: int) -> set[Matrix]:
 
 
 def expert_words(targets: str) -> list[str]:
-    """The words of LORA_TARGETS that name experts."""
     return [word for word in split_commas(targets) if EXPERTS_WORD.fullmatch(word)]
 
 

@@ -11,9 +11,8 @@ from grpo.output.best import adapter_fault
 from grpo.output.durable import file_sha256, read_json
 from grpo.output.folder import RunState
 from grpo.output.layout import ADAPTER
-from grpo.plan import targets
 from grpo.plan.hub import ModelConfig
-from grpo.plan.targets import expected_shapes, target_matrices
+from grpo.plan.targets import expected_shapes, matrix_of, peft_targets, shortest_targets, target_matrices
 from grpo.settings.parsing import show
 from grpo.settings.table import Settings
 
@@ -24,11 +23,10 @@ NAME_AN_ADAPTER = "Name the folder of an adapter: a run's, its best/, a checkpoi
 def lora_options(s: Settings) -> dict[str, Any]:
     """Arguments of PEFT's LoraConfig."""
     options = {"r": s.LORA_R, "lora_alpha": s.LORA_ALPHA, "lora_dropout": s.LORA_DROPOUT, "task_type": "CAUSAL_LM"}
-    return options | targets.peft_targets(s.LORA_TARGETS)
+    return options | peft_targets(s.LORA_TARGETS)
 
 
 def missing_files(folder: Path) -> list[str]:
-    """The files of an adapter that are not in `folder`."""
     return [name for name in (CONFIG, ADAPTER) if not (folder / name).is_file()]
 
 
@@ -59,8 +57,8 @@ def read_adapter(folder: Path, model: ModelConfig) -> dict[str, Any]:
         if config.get(name):
             fault = f"it was made with PEFT's {name}"
             raise ValueError(f"{fault}, and this program scales all modules by LORA_ALPHA / LORA_R")
-    matrices = {matrix for name in shapes if (matrix := targets.matrix_of(name))}
-    lora_targets = targets.shortest_targets(matrices, model["num_hidden_layers"])
+    matrices = {matrix for name in shapes if (matrix := matrix_of(name))}
+    lora_targets = shortest_targets(matrices, model["num_hidden_layers"])
     expected = expected_shapes(model, rank, lora_targets)
     for name in [*shapes, *expected]:
         if shapes.get(name) != expected.get(name):
@@ -85,11 +83,11 @@ def read_start_adapter(
     folder, where = Path(settings.INIT_ADAPTER).expanduser(), f"INIT_ADAPTER={settings.INIT_ADAPTER}"
     if not settings.INIT_ADAPTER:
         return StartAdapter()
-    if missing := missing_files(folder):
-        problems.add(where, f"{' and '.join(missing)} not found there", NAME_AN_ADAPTER)
-    if missing or model is None:  # A missing model is a problem already.
-        return StartAdapter()
     try:
+        if missing := missing_files(folder):
+            raise ValueError(f"{' and '.join(missing)} not found there")
+        if model is None:  # That is a problem already.
+            return StartAdapter()
         if fault := adapter_fault(folder):
             raise ValueError(fault)
         adapter_settings = read_adapter(folder, model)

@@ -176,11 +176,7 @@ def check_memory(settings: Settings, inputs: PlanInputs, problems: Problems) -> 
             problems.add(name, fault, memory.memory_advice(settings, inputs))
     elif plan.weights > 4:
         fault = f"{machine.no_gpu}, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
-        problems.add(
-            "MODEL_ID",
-            fault,
-            "Run it where there is an NVIDIA GPU (docs/memory.md), or try MODEL_ID=tiny",
-        )
+        problems.add("MODEL_ID", fault, "Run it where there is an NVIDIA GPU (docs/memory.md), or try MODEL_ID=tiny")
     elif plan.peak > machine.ram_share > 0:
         each = f" in each of {machine.here} processes" if fewer else ""
         fault = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
@@ -243,8 +239,7 @@ def load_run_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, s
 
 
 def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks: Ranks | None = None) -> ResolvedRun:
-    """The resolved run of the settings in `environ`, with all problems of all ranks that can be found without training.
-    Writes nothing."""
+    """The resolved run, with all problems of all ranks that can be found without training. Writes nothing."""
     settings, sources, problems = load_run_settings(environ)
     ranks = ranks or Ranks()
     commit, split = ranks.broadcast(recorded_commit(settings)), read_split(settings, problems)

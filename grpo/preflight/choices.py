@@ -13,19 +13,9 @@ from typing import Generic, TypeVar
 from grpo.common import Problems
 from grpo.data.files import Row
 from grpo.data.heldout import names_single_file
+from grpo.plan import memory
 from grpo.plan.machine import FLASH_PACKAGES, Machine
-from grpo.plan.memory import (
-    KEPT_SHARE,
-    LEAST_KEPT_TOKENS,
-    Plan,
-    PlanInputs,
-    free_gib,
-    micro_batch_tokens,
-    plan_memory,
-    rank_completions,
-    usable_share,
-    useful_micro_batches,
-)
+from grpo.plan.memory import KEPT_SHARE, LEAST_KEPT_TOKENS, Plan, PlanInputs, free_gib
 from grpo.plan.targets import expert_words
 from grpo.settings.parsing import show
 from grpo.settings.table import TASK_FILES, Settings
@@ -53,9 +43,8 @@ def choose_attention(requested: str, gpus: int) -> Choice[str]:
         return Choice(requested, "set by ATTN_IMPL")
     if not gpus:
         return Choice("eager", "no GPU: eager is the only implementation with attention sinks on a CPU")
-    return Choice(
-        "torch_flash", "FlashAttention 2 as torch ships it, nothing to install; exact with sinks at any shape"
-    )
+    reason = "FlashAttention 2 as torch ships it, nothing to install; exact with sinks at any shape"
+    return Choice("torch_flash", reason)
 
 
 def choose_packing(requested: str | None, attention: str, gpus: int) -> Choice[str]:
@@ -80,9 +69,8 @@ def choose_use_vllm(settings: Settings, gpus: int, vllm: str | None) -> Choice[b
     if settings.MODEL_ID == "tiny":
         return Choice(False, "the tiny model is made for CPUs: transformers generates")
     if not vllm:
-        return Choice(
-            False, "vLLM IS NOT INSTALLED: transformers generates, at about half the speed (scripts/setup.sh --gpu)"
-        )
+        reason = "vLLM IS NOT INSTALLED: transformers generates, at about half the speed (scripts/setup.sh --gpu)"
+        return Choice(False, reason)
     return Choice(True, "a GPU and vLLM are there")
 
 
@@ -91,9 +79,8 @@ def choose_sync(settings: Settings) -> Choice[str]:
     if settings.ROLLOUT_SYNC is not None:
         return Choice(settings.ROLLOUT_SYNC, "set by ROLLOUT_SYNC")
     if expert_words(settings.LORA_TARGETS):
-        return Choice(
-            "lora", "LORA_TARGETS names experts, which vLLM keeps in four bits: nothing can be merged into them"
-        )
+        reason = "LORA_TARGETS names experts, which vLLM keeps in four bits: nothing can be merged into them"
+        return Choice("lora", reason)
     return Choice("merge", "faster than lora, which only experts in LORA_TARGETS need")
 
 
@@ -122,19 +109,15 @@ def choose_experts(settings: Settings, inputs: PlanInputs) -> Choice[str]:
 def choose_checkpointing(settings: Settings, inputs: PlanInputs) -> Choice[bool]:
     """GRADIENT_CHECKPOINTING. Without it a step takes less time if micro-batches stay large and memory is not nearly
     full (`KEPT_SHARE`)."""
-    machine = inputs.machine
-    if settings.GRADIENT_CHECKPOINTING is not None:
-        return Choice(
-            settings.GRADIENT_CHECKPOINTING, f"GRADIENT_CHECKPOINTING={show(settings.GRADIENT_CHECKPOINTING)}"
-        )
-    if not machine.gpus:
+    if (requested := settings.GRADIENT_CHECKPOINTING) is not None:
+        return Choice(requested, f"GRADIENT_CHECKPOINTING={show(requested)}")
+    if not inputs.machine.gpus:
         return Choice(True, "no GPU: it saves memory")
-    plan = plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=False), inputs)
-    tokens = micro_batch_tokens(settings, plan.micro_batch, inputs.prompt_len, inputs.share_prompts)
-    if plan.learning_peak > machine.gpu_free * KEPT_SHARE:
-        return Choice(
-            True, f"without it micro-batches of {tokens:,} tokens would take over {KEPT_SHARE:.0%} of the memory"
-        )
+    plan = memory.plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=False), inputs)
+    tokens = memory.micro_batch_tokens(settings, plan.micro_batch, inputs.prompt_len, inputs.share_prompts)
+    if plan.learning_peak > inputs.machine.gpu_free * KEPT_SHARE:
+        reason = f"without it micro-batches of {tokens:,} tokens would take over {KEPT_SHARE:.0%} of the memory"
+        return Choice(True, reason)
     if tokens < LEAST_KEPT_TOKENS:
         return Choice(True, f"without it micro-batches would have {tokens:,} tokens, fewer than {LEAST_KEPT_TOKENS:,}")
     return Choice(False, f"there is room for all that micro-batches of {tokens:,} tokens keep")
@@ -149,9 +132,9 @@ def choose_micro_batch(settings: Settings, inputs: PlanInputs, plan: Plan) -> Ch
     """MICRO_BATCH, as the `plan` has it."""
     if settings.MICRO_BATCH is not None:
         return Choice(plan.micro_batch, "set by MICRO_BATCH")
-    share = usable_share(settings, inputs.machine, learning=True)
-    largest = useful_micro_batches(settings, inputs)[-1]
-    reason = f"largest divisor of {rank_completions(settings, inputs.machine)} up to {largest}"
+    share = memory.usable_share(settings, inputs.machine, learning=True)
+    largest = memory.useful_micro_batches(settings, inputs)[-1]
+    reason = f"largest divisor of {memory.rank_completions(settings, inputs.machine)} up to {largest}"
     reason += f" whose {plan.learning:.1f} GiB fit"
     if plan.learning_peak > free_gib(inputs.machine) * share:
         reason = f"the smallest, whose {plan.learning:.1f} GiB do not fit"
@@ -160,7 +143,7 @@ def choose_micro_batch(settings: Settings, inputs: PlanInputs, plan: Plan) -> Ch
 
 def choose_generation_batch(settings: Settings, inputs: PlanInputs, plan: Plan) -> Choice[int]:
     """GENERATION_BATCH, as the `plan` has it."""
-    batch, share = plan.generation_batch, usable_share(settings, inputs.machine)
+    batch, share = plan.generation_batch, memory.usable_share(settings, inputs.machine)
     if settings.DIRECT_ANSWERS:
         return Choice(batch, "nothing is generated: the learner's micro-batches choose one token a prompt")
     if settings.GENERATION_BATCH is not None:
@@ -188,9 +171,8 @@ def choose_scale_rewards(requested: str | None) -> Choice[str]:
     """SCALE_REWARDS."""
     if requested is not None:
         return Choice(requested, "set by SCALE_REWARDS")
-    return Choice(
-        "group", "by the batch's deviation a few costly rows decide, and a run may settle on the safest action"
-    )
+    reason = "by the batch's deviation a few costly rows decide, and a run may settle on the safest action"
+    return Choice("group", reason)
 
 
 def choose_epsilon_high(settings: Settings) -> Choice[float]:
@@ -227,9 +209,8 @@ def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Seque
         return Choice(False, "set by EXPECTED_REWARD")
     for obstacle in expected_reward_obstacles(settings, rows, names):
         return Choice(False, obstacle)
-    return Choice(
-        True, f"every row has the reward of each action, and REWARDS a function of it alone ({', '.join(names)})"
-    )
+    functions = ", ".join(names)
+    return Choice(True, f"every row has the reward of each action, and REWARDS a function of it alone ({functions})")
 
 
 def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
@@ -248,8 +229,7 @@ def choose_demo(settings: Settings, sources: Mapping[str, str]) -> tuple[Setting
 
 
 def choose_total_steps(settings: Settings, sources: Mapping[str, str], rows: int, problems: Problems) -> Choice[int]:
-    """TOTAL_STEPS, the steps of the whole run, for this number of training `rows`. Adds a problem if the user set both
-    it and NUM_TRAIN_EPOCHS."""
+    """TOTAL_STEPS for this number of training `rows`. Adds a problem if the user set both it and NUM_TRAIN_EPOCHS."""
     total, epochs, prompts = settings.TOTAL_STEPS, settings.NUM_TRAIN_EPOCHS, settings.PROMPTS_PER_STEP
     if epochs is None or not rows:
         return Choice(total, "TOTAL_STEPS")
@@ -306,10 +286,8 @@ def choose_exact_loop(settings: Settings, exact: Choice[bool], parameters: int) 
     reaches hundreds of states in every hour."""
     if not exact.value or parameters <= MOST_EXACT:
         return exact
-    sampled = f"{settings.EVAL_SAMPLES} passes"
-    return Choice(
-        False, f"{sampled}: all states that can be reached take too long for {parameters / 1e6:,.0f}M parameters"
-    )
+    reason = f"all states that can be reached take too long for {parameters / 1e6:,.0f}M parameters"
+    return Choice(False, f"{settings.EVAL_SAMPLES} passes: {reason}")
 
 
 def choose_best_by(settings: Settings, heldout: int, closed_loop: bool) -> Choice[str]:

@@ -149,7 +149,6 @@ class ResolvedRun(Facts):
 
 
 def fill_in(settings: Settings, chosen: Choices) -> Settings:
-    """The settings with the values that were chosen for them."""
     return dataclasses.replace(settings, **{name: choice.value for name, choice in chosen.items() if name in FIELDS})
 
 
@@ -179,12 +178,9 @@ def plan_run(
     """The choices that follow from the memory of model and machine, the inputs of the plan, and the plan. `prompt_len`
     are the tokens of the longest prompt, `batch` those of `recorded_batch`."""
     if not facts.files:
-        reason = "there is no model"
-        return {"EXPERTS": Choice(settings.EXPERTS or "bf16", reason)}, None, None
-    beside_vllm = bool(settings.USE_VLLM and facts.machine.gpus)
-    inputs = PlanInputs(
-        facts.files.config, facts.machine, prompt_len, settings.ATTN_IMPL, str(settings.PACKING), beside_vllm
-    )
+        return {"EXPERTS": Choice(settings.EXPERTS or "bf16", "there is no model")}, None, None
+    config, machine, beside_vllm = facts.files.config, facts.machine, bool(settings.USE_VLLM and facts.machine.gpus)
+    inputs = PlanInputs(config, machine, prompt_len, settings.ATTN_IMPL, str(settings.PACKING), beside_vllm)
     experts = choices.choose_experts(settings, inputs)
     settings = dataclasses.replace(settings, EXPERTS=experts.value)
     checkpointing = choices.choose_checkpointing(settings, inputs)

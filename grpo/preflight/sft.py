@@ -11,18 +11,10 @@ from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of, count_tokens
 from grpo.output.folder import RunState, inspect_run
 from grpo.output.layout import ADAPTER, DELETING, NO_RUN, SETTINGS, check_entries, check_output_dir
+from grpo.preflight import resolve
 from grpo.preflight.checks import check_learning, load_run_settings
 from grpo.preflight.choices import Choice, choose_sync, choose_total_steps
-from grpo.preflight.resolve import (
-    KEPT_CHOICES,
-    Choices,
-    Facts,
-    ResolvedRun,
-    chosen_sources,
-    fill_in,
-    plan_run,
-    read_facts,
-)
+from grpo.preflight.resolve import Choices, Facts, ResolvedRun, fill_in
 from grpo.process.ranks import Ranks
 from grpo.settings.table import Settings
 
@@ -34,8 +26,7 @@ def was_killed(out: Path) -> bool:
 
 
 def inspect_out(asked: Settings, out: Path, problems: Problems) -> RunState:
-    """What the folder --out holds. Adds a problem unless it is empty, OVERWRITE=1 is set, or a killed scripts/sft.py
-    left it."""
+    """What --out holds. Adds a problem unless it is empty, OVERWRITE=1 is set, or a killed scripts/sft.py left it."""
     if asked.OVERWRITE or not (out.is_dir() and any(out.iterdir())):
         return inspect_run(asked, [], problems)
     state = RunState(out.expanduser().resolve(), exists=True)
@@ -79,7 +70,7 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
     settings = dataclasses.replace(settings, OUTPUT_DIR=str(out))
     split = read_split(settings, problems, train_only=True)
     answers = read_answers(split.train, settings.DIRECT_ANSWERS, problems)
-    facts = read_facts(settings, sources, split, None, Ranks(), problems)
+    facts = resolve.read_facts(settings, sources, split, None, Ranks(), problems)
     # There is no rollout that could be learned from again.
     once, rows = dataclasses.replace(facts.asked, NUM_ITERATIONS=1), sum(map(bool, answers))
     steps = choose_total_steps(once, sources, rows, problems)
@@ -94,15 +85,15 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
     }
     # A completion is here an answer: memory is planned for the longest one.
     learning = dataclasses.replace(fill_in(asked, chosen), MAX_COMPLETION_LEN=longest_answer(facts, answers))
-    planned, inputs, plan = plan_run(learning, facts, facts.longest_prompt or asked.MAX_PROMPT_LEN)
+    planned, inputs, plan = resolve.plan_run(learning, facts, facts.longest_prompt or asked.MAX_PROMPT_LEN)
     resolved = ResolvedRun(
-        **vars(facts) | {"asked": asked, "sources": chosen_sources(asked, facts.sources)},
+        **vars(facts) | {"asked": asked, "sources": resolve.chosen_sources(asked, facts.sources)},
         settings=fill_in(asked, chosen | planned),
         choices=chosen | planned,
         state=inspect_out(asked, out, problems),
         inputs=inputs,
         plan=plan,
     )
-    kept = {name: getattr(resolved.settings, name) for name in KEPT_CHOICES}
+    kept = {name: getattr(resolved.settings, name) for name in resolve.KEPT_CHOICES}
     check_learning(resolved, dataclasses.replace(learning, **kept), problems)
     return dataclasses.replace(resolved, problems=problems), answers

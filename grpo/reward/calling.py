@@ -132,9 +132,8 @@ def positional_argument(function: Callable[..., Any]) -> str:
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop in which all async functions run, from the check before a run to its end, as TRL keeps one for a run:
-    a client or semaphore of the user's module belongs to the loop that used it first. Its thread ends with the process.
-    """
+    """The loop of all async functions, from the check before a run to its end, as TRL keeps one for a run: a client or
+    semaphore of the user's module belongs to the loop that used it first. Its thread ends with the process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="async reward functions", daemon=True).start()
     return loop

@@ -35,8 +35,7 @@ class AnswerRewards:
 
 @functools.cache
 def action_tokens(tokenizer: PreTrainedTokenizerBase, actions: int) -> list[int]:
-    """The tokens that name the actions `[0]` to `[actions - 1]`; empty if a name takes several tokens or changes the
-    tokens around it."""
+    """The tokens that name the actions from `[0]` on; empty if a name takes several or changes those around it."""
     texts = [f"{ANSWER_BEFORE}{k}{ANSWER_AFTER}" for k in range(actions)]
     answers = tokenizer(text=texts, add_special_tokens=False)["input_ids"]
     if len(set(map(len, answers))) > 1:

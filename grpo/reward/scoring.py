@@ -34,8 +34,7 @@ def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: boo
     """The completion of a row, given its `text` with special tokens and its `plain` text without them.
 
     As in TRL 1.16 (GRPOTrainer._generate), functions get `plain`, as a list of one message if the prompt is a list."""
-    turn = assistant_turn(row.prompt, text)
-    action = parse_action(turn, len(row.rewards)) if row.rewards else None
+    action = parse_action(assistant_turn(row.prompt, text), len(row.rewards)) if row.rewards else None
     decoded = plain if isinstance(row.trl_prompt, str) else [{"role": "assistant", "content": plain}]
     return Completion(row, text, action, tokens, truncated, decoded)
 

@@ -3,8 +3,7 @@
 
 The same answers are for command-line flags and environment variables (grpo/settings/hints.py). No name works as an
 alias: each gets an answer that names our setting, or the reason why there is none. tests/test_settings.py holds the
-tables against TRL's own fields.
-"""
+tables against TRL's own fields."""
 
 import re
 from collections.abc import Mapping

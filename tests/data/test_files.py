@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loader: what it takes, and how it refuses."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -64,14 +62,7 @@ def test_messages_that_cannot_be_read_are_no_prompt(tmp_path, column, text, word
     assert f"row 1 (line 1), column {column}: {words}" in problem, reason
 
 
-TEXTS = [
-    '{"load": 7}: what now?',
-    '{"role": "chiller", "load": 7}',
-    '"Go."',
-    "[1, 2",
-    '[{"load": 7}]',
-    "{'content': 1}",
-]
+TEXTS = ['{"load": 7}: what?', '{"role": "chiller", "load": 7}', '"Go."', "[1, 2", '[{"load": 7}]', "{'content': 1}"]
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON lines, Parquet and conversations beside CSV: the same rows, and problems that say where."""
 
-from __future__ import annotations
-
 import json
 import math
 from unittest import mock
@@ -82,11 +80,7 @@ REFUSED = [
     ("d.jsonl", '[{"user": "a"}, 3]', "d.jsonl, line 1: it is no JSON object"),
     ("d.jsonl", '{"user": "a"}\n{"user": "a", "user": "b"}', "d.jsonl, line 2: it is not JSON (the key 'user' stands"),
     ("d.json", '[{"user": "a", " user": "b"}]', "the key 'user' stands there twice"),
-    (
-        "d.jsonl",
-        '{"prompt": "a", "csv_prompt": "b"}',
-        "get the column prompt as csv_prompt, and there is a column csv_",
-    ),
+    ("d.jsonl", '{"prompt": "a", "csv_prompt": "b"}', "get the column prompt as csv_prompt, and there is a column"),
     ("d.jsonl", '{"user": ' + "[" * 10_000, "d.jsonl, line 1: it is not JSON"),
     ("d.jsonl", PAID + "1" + "0" * 400 + "}", "0 is not a finite number"),
     ("d.jsonl", PAID + "true}", "column reward_action_1: True is not a finite"),

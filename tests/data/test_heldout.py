@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows are held out of DATA."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -90,12 +88,8 @@ def test_a_row_whose_prompt_is_trained_on_another_day_is_trained_on_and_counted(
 
 
 def test_of_too_few_rows_nothing_is_held_out():
-    for rows, words in (
-        (prompts(19), "19 prompts"),
-        (days(19, 24), "19 days"),
-        (prompts(1), "1 prompt"),
-        ([], "0 prompts"),
-    ):
+    few = {"19 prompts": prompts(19), "19 days": days(19, 24), "1 prompt": prompts(1), "0 prompts": []}
+    for words, rows in few.items():
         split = hold_out(rows, 0.5)
         assert split.train == rows and not split.heldout and f"DATA has {words}, and it takes 20" in split.reason
     assert hold_out(prompts(20), 0.1).heldout and hold_out(prompts(500), 0).train == prompts(500)
@@ -164,12 +158,8 @@ def test_settings_decide_what_is_held_out(tmp_path):
     header = ["question", "reward_action_0", "reward_action_1"]
     data = write_csv(tmp_path / "data.csv", header, [[f"question {n}", 0, 1] for n in range(40)])
     other = write_csv(tmp_path / "other.csv", header, [["another", 0, 1]])
-    for changes, train, held in (
-        ({}, 37, 3),
-        ({"EVAL_SHARE": 0.0}, 40, 0),
-        ({"EVAL_SAMPLES": 0}, 40, 0),
-        ({"EVAL_DATA": str(other)}, 40, 1),
-    ):
+    none_held = (({"EVAL_SHARE": 0.0}, 40, 0), ({"EVAL_SAMPLES": 0}, 40, 0))
+    for changes, train, held in (({}, 37, 3), *none_held, ({"EVAL_DATA": str(other)}, 40, 1)):
         split = read_split(Settings(DATA=str(data), **changes), problems := Problems())
         assert (len(split.train), len(split.heldout)) == (train, held) and not problems, changes
         without = read_split(Settings(DATA=str(data), **changes), problems, train_only=True)

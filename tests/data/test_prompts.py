@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts and answers of rows: rendered as transformers does, counted, and in the same order for every run."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json
@@ -54,21 +52,16 @@ GPT_OSS = (Path(trl.__file__).parent / "chat_templates/gptoss.jinja").read_text(
 CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "Where <it> is"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": CITY}}
 FILLED = {**TOOL, "function": {**TOOL["function"], "strict": None, "parameters": {**CITY, "required": None}}}
+HIGH = {"reasoning_effort": "high"}
 OWN = [  # columns of a row, and the arguments of the template that they are
-    ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
-    ({"reasoning_effort": " HIGH ", "tools": " "}, {"reasoning_effort": "high"}),
+    (HIGH, HIGH),
+    ({"reasoning_effort": " HIGH ", "tools": " "}, HIGH),
     ({"tools": [TOOL]}, {"tools": [TOOL]}),
     ({"tools": json.dumps([TOOL])}, {"tools": [TOOL]}),
     ({"tools": as_numpy([TOOL, TOOL])}, {"tools": [TOOL, TOOL]}),
     ({"tools": [FILLED]}, {"tools": [TOOL]}),
-    (
-        {"chat_template_kwargs": {"model_identity": "A plant.", "reasoning_effort": None}},
-        {"model_identity": "A plant."},
-    ),
-    (
-        {"chat_template_kwargs": '{"reasoning_effort": "high"}', "reasoning_effort": "high"},
-        {"reasoning_effort": "high"},
-    ),
+    ({"chat_template_kwargs": {"model_identity": "It.", "reasoning_effort": None}}, {"model_identity": "It."}),
+    ({"chat_template_kwargs": '{"reasoning_effort": "high"}', "reasoning_effort": "high"}, HIGH),
     ({"reasoning_effort": None, "tools": [], "chat_template_kwargs": ""}, {}),
 ]
 
@@ -100,7 +93,6 @@ MISTAKEN = [  # columns of a row, part of the problem
     ({"chat_template_kwargs": {"messages": []}}, "takes no messages"),
     ({"chat_template_kwargs": "high"}, "column chat_template_kwargs: it is neither JSON nor"),
     ({"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}, "has another reasoning_effort"),
-    ({"tools": "a hammer"}, "column tools: it is neither JSON nor"),
     ({"tools": TOOL}, "is not a list of functions as JSON schemas"),
     ({"tools": [{**TOOL, "function": {**TOOL["function"], "description": "<|end|>"}}]}, "holds <|end|>, which ends"),
     ({"tools": ["weather"]}, "its chat template fails on d.csv, row 3"),
@@ -113,10 +105,8 @@ def test_an_argument_that_would_change_nothing_is_refused(tiny, columns, words):
 
 
 def test_a_template_without_tools_takes_none_and_a_broken_one_is_named(tiny):
-    for template, words in (
-        ("{{ messages }}", "d.csv, row 3: the model's chat template takes no tools"),
-        ("{{", "fails"),
-    ):
+    faults = {"{{ messages }}": "d.csv, row 3: the model's chat template takes no tools", "{{": "fails"}
+    for template, words in faults.items():
         assert words in only(render_one(tiny, {"tools": [TOOL]}, template)[1])
 
 
@@ -158,3 +148,11 @@ def test_the_answer_of_a_row(parts, opened, answer):
         other = dataclasses.replace(row, messages=(("rendered", f"{RENDERED}<|channel|>commentary"),))
         with pytest.raises(ValueError, match="opens '<|channel|>commentary'"):
             answer_of(other)
+
+
+def test_a_direct_answer_is_what_follows_the_opened_channel():
+    """Reasoning before it does not fit."""
+    row = Row("d.csv", 1, MESSAGES, (0.1, 0.9), {})
+    assert answer_of(row, direct=True) == "1]<|return|>"
+    with pytest.raises(ValueError, match="the prompt opens"):
+        answer_of(dataclasses.replace(row, columns={"answer": "<|channel|>analysis<|message|>So"}), direct=True)

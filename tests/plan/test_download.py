@@ -102,9 +102,7 @@ def test_misnamed_weights_are_refused_before_they_are_fetched(hub, tiny):
     index["weight_map"] |= {f"model.layers.1.mlp.experts.down_projs.{n}.weight": part for n in range(4)}
     hub.add(MODEL, files | {"model.safetensors.index.json": json.dumps(index).encode()})
     find_model(MODEL, problems := Problems())
-    fault = (
-        "its weights lack model.layers.1.mlp.experts.down_proj_blocks and hold 4 tensors (model.layers.1.mlp.experts."
-    )
+    fault = "its weights lack model.layers.1.mlp.experts.down_proj_blocks and hold 4 tensors (model.layers.1.mlp."
     assert fault in only(problems) and "MODEL_ID=openai/gpt-oss-20b" in problems[0]
     assert not set(PARTS) & set(hub.fetched())
 

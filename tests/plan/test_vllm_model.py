@@ -67,11 +67,7 @@ def test_layers_whose_window_is_another(kinds, layers):
 
 def test_fields_that_nothing_reads():
     assert not fixed_faults(REAL_CONFIG | {"swiglu_limit": 7, "hidden_act": "silu", "experts_per_token": 4})
-    for name, value in (
-        ("swiglu_limit", 10.0),
-        ("swiglu_alpha", 1.0),
-        ("hidden_act", "gelu"),
-        ("experts_per_token", 2),
-    ):
+    others = {"swiglu_limit": 10.0, "swiglu_alpha": 1.0, "hidden_act": "gelu", "experts_per_token": 2}
+    for name, value in others.items():
         fault = only(fixed_faults(REAL_CONFIG | {name: value}))
         assert fault.startswith(f"config.json: {name} is {value} instead of "), fault

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """INIT_ADAPTER: the settings that it brings, and which adapters are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

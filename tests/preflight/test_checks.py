@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of settings, memory and disk, all of them at once, and the plan and warnings that a run begins with."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
@@ -18,13 +16,7 @@ from grpo.output.folder import RunState
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import plan_memory
 from grpo.preflight import banner, checks, resolve
-from grpo.preflight.choices import (
-    EXPERTS_REASONS,
-    Choice,
-    choose_checkpointing,
-    choose_experts,
-    choose_total_steps,
-)
+from grpo.preflight.choices import EXPERTS_REASONS, Choice, choose_checkpointing, choose_experts, choose_total_steps
 from grpo.settings.table import FIELDS, Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
@@ -203,10 +195,8 @@ def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
     resolved = tiny_run(NUM_TRAIN_EPOCHS=2.5)
     assert not resolved.problems and (resolved.settings.TOTAL_STEPS, resolved.sources["TOTAL_STEPS"]) == (245, "chosen")
     assert "NUM_TRAIN_EPOCHS=2.5 x 783 rows / 8 prompts" in dict(banner.run_lines(resolved))["length"]
-    short = tiny_run(NUM_TRAIN_EPOCHS=1, WARMUP_STEPS=98)
-    assert "rise over 98 steps, the run has 98" in only(short.problems)
-    both = tiny_run(NUM_TRAIN_EPOCHS=1, TOTAL_STEPS=5)
-    assert "TOTAL_STEPS=5 is set as well. Unset one of the two" in only(both.problems)
+    assert "rise over 98 steps, the run has 98" in only(tiny_run(NUM_TRAIN_EPOCHS=1, WARMUP_STEPS=98).problems)
+    assert "TOTAL_STEPS=5 is set as well. Unset one" in only(tiny_run(NUM_TRAIN_EPOCHS=1, TOTAL_STEPS=5).problems)
 
 
 def memory_problems(machine, beside_vllm=False, **changes):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each automatic choice says what it chose and why."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

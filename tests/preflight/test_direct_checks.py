@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """DIRECT_ANSWERS before a run: what is refused, all of it at once, and what is resolved."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
 from helpers import RENDERED, ROOT, write_csv
 from machines import CPU, H100, only, resolved_run
 
-from grpo.data.files import Row
-from grpo.data.prompts import answer_of
 from grpo.harmony import ANSWER_BEFORE
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.memory import PlanInputs, plan_memory
@@ -33,7 +29,6 @@ REFUSED = [
     ({"STEPS_PER_GENERATION": 2}, "STEPS_PER_GENERATION: DIRECT_ANSWERS samples nothing that several steps"),
     ({"NUM_ITERATIONS": 2}, "NUM_ITERATIONS: DIRECT_ANSWERS samples nothing that several steps"),
     ({"TOP_P": 0.9}, "DIRECT_ANSWERS: it learns from the rewards of all actions, and TOP_P"),
-    ({"LOSS_TYPE": "vespo"}, "DIRECT_ANSWERS: it learns from the rewards of all actions, and LOSS_TYPE=vespo"),
     ({"INVALID_REWARD": "nan"}, "DIRECT_ANSWERS: it learns from the rewards of all actions, and INVALID_REWARD=nan"),
 ]
 
@@ -63,8 +58,7 @@ def test_an_action_of_several_tokens_is_refused(direct_run, tmp_path):
     """The tiny model's tokenizer has a token for each number up to 200."""
     header = ["prompt", *(f"reward_action_{k}" for k in range(202))]
     many = write_csv(tmp_path / "many.csv", header, [[RENDERED.format("question"), 1, *[0] * 201]])
-    problem = only(direct_run(DATA=many, EVAL_SAMPLES=0).problems)
-    assert "its tokenizer writes `201` in several" in problem
+    assert "its tokenizer writes `201` in several" in only(direct_run(DATA=many, EVAL_SAMPLES=0).problems)
 
 
 def test_what_a_run_resolves_to(direct_run):
@@ -97,11 +91,9 @@ def test_full_prompts_of_a_large_model_are_evaluated_exactly_as_well(direct_run)
 def test_the_plan_has_no_rollout():
     """At full size: no cache of keys and values, and choosing takes a part of what learning does."""
     settings = Settings(DIRECT_ANSWERS=True, NUM_GENERATIONS=1, MAX_COMPLETION_LEN=1, PROMPTS_PER_STEP=256)
-    shapes = PlanInputs(REAL_CONFIG, H100, 900, "torch_flash", "prefix")
-    plan = plan_memory(settings, shapes)
+    plan = plan_memory(settings, PlanInputs(REAL_CONFIG, H100, 900, "torch_flash", "prefix"))
     assert plan.engine is None and plan.micro_batch == plan.generation_batch == 32
-    assert plan.generation == 0 < plan.learning
-    assert plan.peak < 70
+    assert plan.generation == 0 < plan.learning and plan.peak < 70
 
 
 def test_a_prompt_that_opens_another_channel_is_refused(direct_run, tmp_path):
@@ -109,12 +101,3 @@ def test_a_prompt_that_opens_another_channel_is_refused(direct_run, tmp_path):
     path = write_csv(tmp_path / "odd.csv", HEADER, [[RENDERED.format("fine"), 0, 1], [prompt, 0, 1]])
     problem = only(direct_run(DATA=path, EVAL_SAMPLES=0).problems)
     assert "odd.csv, row 2: the prompt ends with '<|channel|>analysis<|message|>'" in problem
-
-
-def test_what_sft_teaches_then():
-    """The rest of the answer behind the opened channel; reasoning before it does not fit."""
-    row = Row("d.csv", 1, (("user", "x"),), (0.1, 0.9), {})
-    assert answer_of(row, direct=True) == "1]<|return|>"
-    reasoned = Row("d.csv", 1, (("user", "x"),), (0.1, 0.9), {"answer": "<|channel|>analysis<|message|>So<|end|>"})
-    with pytest.raises(ValueError, match="the prompt opens"):
-        answer_of(reasoned, direct=True)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions: what they get, what they may return, and what they leave behind."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc
@@ -94,14 +92,6 @@ TEXT = Row("d.jsonl", 1, (("user", "2 + 2?"),), (), {}, "<|start|>assistant", tr
 CHAT = dataclasses.replace(TEXT, trl_prompt=[{"role": "user", "content": "2 + 2?"}])
 
 
-@pytest.mark.parametrize("row", [TEXT, CHAT])
-def test_a_first_argument_of_another_name_gets_whole_turns(row, write_module):
-    """By position; test_wiring.py shows that all other functions are called as TRL calls them."""
-    code = "return [float(x.startswith('<|start|>assistant')) for x in texts]"
-    write_module("my_turns", f"def turns(texts, *, prompts, **columns): {code}")
-    assert scores("my_turns:turns", row, ["so 4", "boxed{4}"]) == [1.0, 1.0]
-
-
 SOLVED = dataclasses.replace(CHAT, columns={"solution": "$4$"})
 
 
@@ -179,17 +169,18 @@ def test_an_async_function_that_fails_ends_no_loop(write_module):
 
 COLUMNS = """
 def first(answer, **columns): return [float(a == "4") for a in answer]
-def both(answer, completions, **columns): return [float("4" in c and a == "4") for a, c in zip(answer, completions)]
+def both(answer, completions, **_): return [float("4" in str(c) and a == "4") for a, c in zip(answer, completions)]
 def optional(factor=2.0, **columns): return [factor for _ in columns["prompts"]]
-def turns(answers, **columns): return [float(text.startswith("<|start|>")) for text in answers]
+def turns(answers, *, prompts, **columns): return [float(text.startswith("<|start|>assistant")) for text in answers]
 """
 
 
+@pytest.mark.parametrize("row", [TEXT, CHAT])
 @pytest.mark.parametrize("name", ["first", "both", "optional", "turns"])
-def test_a_first_argument_that_is_a_column_or_has_a_default_is_given_by_keyword(name, write_module):
-    """As in TRL; only a name that nothing else has gets the completions."""
+def test_a_first_argument_that_is_a_column_or_has_a_default_is_given_by_keyword(name, row, write_module):
+    """As in TRL; only a name that nothing else has gets the completions, as whole turns."""
     write_module("my_columns", COLUMNS)
-    row = dataclasses.replace(TEXT, columns={"answer": "4"})
+    row = dataclasses.replace(row, columns={"answer": "4"})
     assert scores(f"my_columns:{name}", row, ["4"]) == [2.0 if name == "optional" else 1.0]
 
 

@@ -12,6 +12,7 @@ HIDDEN = [  # the user's own file, what REWARDS name, and what hides it
     ("rewards/__init__.py", "rewards:regret", "a package"),
     ("own_folder/mine.py", "own_folder.mine:regret", None),
     ("json.py", "json:loads", "the standard library's"),
+    ("colorsys.py", "colorsys:regret", "the standard library's, which nothing has imported before"),
     ("grpo/__init__.py", "grpo.mine:regret", "a module inside of a hidden package"),
     ("numpy.py", "numpy:mean", "a library's"),
 ]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions before a run: loaded, tried, refused where garbage pays."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
@@ -37,13 +35,7 @@ def deep(completions, **columns): return deep(completions)
 def same(completions, **columns): return [0.0 for _ in completions]
 def worth_of(worth, **columns): return [float(value) for value in worth]
 """
-# Modules of the user's; Python takes its own module for the last one, which nothing has imported before.
-MODULES = {
-    "my_rewards": MY_REWARDS,
-    "my_helper": "zero = 0.0\n",
-    "my_exit": "import sys\nsys.exit(0)\n",
-    "colorsys": "def score(completions, **columns): return [1.0 for _ in completions]\n",
-}
+MODULES = {"my_rewards": MY_REWARDS, "my_helper": "zero = 0.0\n", "my_exit": "import sys\nsys.exit(0)\n"}
 
 
 def checked(*rows, REWARDS="action", **settings):
@@ -82,7 +74,6 @@ BAD = [
     ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0"),
     ("my_rewards:leaves", "my_rewards:leaves raised SystemExit (my_rewards.py, line 13)"),
     ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
-    ("colorsys:score", "cannot be loaded: ImportError: colorsys.py is hidden by"),
     ("my_rewards.py:score", "cannot be loaded: ModuleNotFoundError: No module named 'my_rewards.py'"),
 ]
 
@@ -211,9 +202,7 @@ def test_held_out_rows_that_the_rewards_cannot_score(my_rewards):
         assert words in only(problems)
     specs, problems = [("my_rewards:worth_of", 1.0)], Problems()
     check_heldout(specs, Settings(), [BARE], problems, TOKENIZER, columns=["user", "worth"])
-    assert only(problems).startswith(
-        "EVAL_DATA: my_rewards:worth_of takes the column 'worth', which it lacks. Give the"
-    )
+    assert only(problems).startswith("EVAL_DATA: my_rewards:worth_of takes the column 'worth', which it lacks. Give")
 
 
 def test_every_row_has_the_answer_that_gsm8k_compares_with():
@@ -224,9 +213,8 @@ def test_every_row_has_the_answer_that_gsm8k_compares_with():
         problem = only(problems_of(*rows, dataclasses.replace(BARE, number=300, columns=bad), REWARDS="gsm8k"))
         assert problem.startswith("d.csv, row 300, column answer: there is no number")
     for bad in ("7 boxes of 6, so 42", "#### 5-10", "x^2+1"):
-        problem = only(
-            problems_of(*rows, dataclasses.replace(BARE, number=300, columns={"answer": bad}), REWARDS="gsm8k")
-        )
+        row = dataclasses.replace(BARE, number=300, columns={"answer": bad})
+        problem = only(problems_of(*rows, row, REWARDS="gsm8k"))
         assert problem.startswith(f"d.csv, row 300, column answer: {bad!r} is not one number. Write it behind ####")
 
 
@@ -251,9 +239,8 @@ def test_answers_that_max_completion_len_cuts_are_noticed(rows, names, tokens, r
     if tokens:
         text = warning(tokens - 1)
         assert f"the answers of 1 of {len(rows)} rows have more tokens" in text, reason
-        assert text.endswith(
-            f"the longest has {tokens} (d.csv, row {rows[-1].number}). Set MAX_COMPLETION_LEN={tokens} at least"
-        )
+        where = f"(d.csv, row {rows[-1].number})"
+        assert text.endswith(f"the longest has {tokens} {where}. Set MAX_COMPLETION_LEN={tokens} at least")
         assert warning(tokens - 1, DIRECT_ANSWERS=True) is None, "a direct answer is one token"
 
 
