@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo.figures.statistics import LEAST_ALIKE
-from grpo.figures.text import finite_number, object_at, with_interval, wrapped
+from grpo.figures.text import finite_number, object_at, with_interval
 from grpo.settings.table import TASK_FILES
 
 BASE = "the base model"
@@ -84,11 +84,6 @@ def obstacle(comparisons: Sequence[Comparison]) -> str:
             return f"beats {comparison.other}"
     is_unknown = any(c.other == BASE and c.outcome == "unknown" for c in comparisons)
     return f"is shown to beat {BASE}" if is_unknown else ""
-
-
-def verdict_lines(comparisons: Sequence[Comparison]) -> list[str]:
-    """The verdict as lines below a table in the terminal."""
-    return wrapped(verdict(comparisons))
 
 
 def reward_comparisons(evaluation: Mapping[str, Any]) -> list[Comparison]:
