@@ -18,7 +18,6 @@ clipping never acts (STEPS_PER_GENERATION); no reward model, only functions (rew
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import os
@@ -43,17 +42,11 @@ from grpo.preflight.banner import banner
 from grpo.preflight.checks import preflight, run_records
 from grpo.preflight.resolve import ResolvedRun
 from grpo.process import ending
-from grpo.process.ending import (
-    ExitCode,
-    Finished,
-    Outcome,
-    StopRequest,
-)
+from grpo.process.ending import ExitCode, Finished, Outcome, StopRequest
 from grpo.process.heartbeat import RankLost
 from grpo.process.ranks import Ranks
 from grpo.reward.calling import load_rewards
-from grpo.settings.help import help_text
-from grpo.settings.hints import flag_answers
+from grpo.settings.help import help_text, parse_args
 
 if TYPE_CHECKING:
     from grpo.evaluate.progress import Progress
@@ -83,26 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return outcome.code
 
 
-def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
-    usage = "[NAME=VALUE ...] python %(prog)s [--help | --check]"
-    parser = argparse.ArgumentParser(prog="train_grpo.py", add_help=False, usage=usage)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *flag_answers(unknown)]))
-    return options
-
-
 def check_and_run(ranks: Ranks, only_check: bool) -> Outcome:
     """Locks OUTPUT_DIR, checks the input, and starts the run unless `only_check` is set, which needs no lock. Raises
     InputError if a rank has a problem: a start that is refused leaves nothing behind, not even the lock file."""
-    lock, problem, outcome = None, None, None
-    if not (only_check or ranks.rank):
-        lock, problem = lock_output_dir(os.environ)
+    lock, problem = (None, None) if only_check or ranks.rank else lock_output_dir(os.environ)
+    outcome = None
     try:
-        if problems := list(filter(None, ranks.share(problem))):
-            raise InputError(*problems)
+        ranks.share_problem(problem)
         resolved = preflight(os.environ, None, ranks)
         print(banner(resolved, every_setting=only_check))
         if resolved.problems:
@@ -118,7 +98,7 @@ def check_and_run(ranks: Ranks, only_check: bool) -> Outcome:
 
 
 def launch(resolved: ResolvedRun) -> Outcome:
-    """Downloads the weights, makes OUTPUT_DIR ready, trains. Raises InputError before anything is written there."""
+    """Downloads the weights and trains. Raises InputError before anything is written to OUTPUT_DIR."""
     with Phase("importing torch and transformers"):  # Heavy imports wait until the preflight has passed.
         from grpo.model.load import unseen_gpu
 
@@ -129,25 +109,20 @@ def launch(resolved: ResolvedRun) -> Outcome:
     # Only one process per machine downloads.
     problem = unseen_gpu(resolved.machine) or (None if ranks.local_rank else fetch_weights(s.MODEL_ID, resolved.files))
     try:
-        problems = dict.fromkeys(filter(None, ranks.share(problem)))
+        ranks.share_problem(problem)
     except RankLost as lost:
         return run.report_lost(lost)
-    if problems:
-        raise InputError(*problems)
-
-    def prepare_and_train() -> Finished:
-        if not ranks.rank:
-            prepare_run(state, s, run_records(resolved))
-            recover_best(state.folder)
-            start_logging(state.folder)
-        return train(resolved)
-
-    return run.run_to_the_end(prepare_and_train, write_report_and_zip)
+    return run.run_to_the_end(lambda: train(resolved), write_report_and_zip)
 
 
 def train(resolved: ResolvedRun) -> Finished:
-    """Load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip. Returns how far a run
-    came that is complete or was interrupted; raises the error of a run that failed."""
+    """Make OUTPUT_DIR ready, load gpt-oss, attach the LoRA adapter, start vLLM asleep beside it, train, evaluate, zip.
+    Returns how far a run came that is complete or was interrupted; raises the error of a run that failed."""
+    s, state, files, ranks = resolved.settings, resolved.state, resolved.files, resolved.ranks
+    if not ranks.rank:
+        prepare_run(state, s, run_records(resolved))
+        recover_best(state.folder)
+        start_logging(state.folder)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
     import transformers
@@ -163,7 +138,6 @@ def train(resolved: ResolvedRun) -> Finished:
     from grpo.rollout.engine import start_engine
     from grpo.rollout.parity import check_mismatch
 
-    s, state, files, ranks = resolved.settings, resolved.state, resolved.files, resolved.ranks
     assert files  # A run that passed its checks has a model.
     stop, model_path, started = StopRequest(ranks), str(files.folder), time.monotonic()
     run = RunContext(resolved, stop)
@@ -209,8 +183,7 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> Finished:
     """Saves and evaluates the trained adapter and writes the zip; runs on rank 0 alone."""
     folder, stop = trainer.run.folder, trainer.run.stop
     assert trainer.processing_class
-    unfinished = folder / UNFINISHED
-    shutil.rmtree(unfinished, ignore_errors=True)  # A killed process may have left one.
+    shutil.rmtree(unfinished := folder / UNFINISHED, ignore_errors=True)  # A killed process may have left one.
     trainer.save_model(str(unfinished))
     trainer.processing_class.save_pretrained(str(unfinished))
     move_files(unfinished, folder, ADAPTER)

@@ -106,22 +106,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def train_on_days(options: argparse.Namespace) -> int:
-    """Makes the data and runs train_grpo.py on it; returns its exit code. Raises InputError, OSError."""
-    train, heldout = read_split(options.folder, options.files, options.heldout)
-    settings = write_data(train, heldout, options.out / "data", "compact" if options.model == "tiny" else "full")
-    settings |= {"MODEL_ID": options.model, "OUTPUT_DIR": str(options.out / "run")}
-    count = window_count(heldout)
-    few = f" (fewer than {LEAST_WINDOWS}: no confidence interval)" if count < LEAST_WINDOWS else ""
-    names, held_names = (", ".join(path.stem for path in side) for side in (train, heldout))
-    print(f"train on {names}; held out {held_names}: {count} window(s){few}", flush=True)
-    return run_child([sys.executable, str(ROOT / "train_grpo.py")], settings)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(argv)
     try:
-        return train_on_days(options)
+        train, heldout = read_split(options.folder, options.files, options.heldout)
+        settings = write_data(train, heldout, options.out / "data", "compact" if options.model == "tiny" else "full")
+        settings |= {"MODEL_ID": options.model, "OUTPUT_DIR": str(options.out / "run")}
+        count = window_count(heldout)
+        few = f" (fewer than {LEAST_WINDOWS}: no confidence interval)" if count < LEAST_WINDOWS else ""
+        names, held_names = (", ".join(path.stem for path in side) for side in (train, heldout))
+        print(f"train on {names}; held out {held_names}: {count} window(s){few}", flush=True)
+        return run_child([sys.executable, str(ROOT / "train_grpo.py")], settings)
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from None
 

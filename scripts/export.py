@@ -22,12 +22,35 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from safetensors import SafetensorError
 
-from grpo.common import format_exception
+from grpo.common import InputError, format_exception
 from grpo.evaluate.export import export, prepare
 from grpo.evaluate.model_card import staged_adapter
 from grpo.evaluate.saved_adapter import note_best
-from grpo.output.upload import check_account, upload
 from grpo.process.ending import run_script
+
+
+def check_account(repo: str) -> None:
+    """Checks that the Hub accepts the name and the token, before long work begins. Raises InputError."""
+    try:
+        from huggingface_hub import HfApi  # Imported here, as a card does not need it.
+        from huggingface_hub.utils import validate_repo_id
+
+        validate_repo_id(repo)
+        HfApi().whoami()
+    except Exception as error:  # huggingface_hub raises many types: no token, no network, a refusal.
+        fault = f"--push {repo}: it cannot be uploaded ({format_exception(error)})"
+        token = "run `hf auth login` or set HF_TOKEN to a token that may write there"
+        raise InputError(f"{fault}. Name it user/name or organization/name, and {token}") from error
+
+
+def upload(folder: Path, repo: str) -> str:
+    """Uploads all files of a folder to a model repository of the Hub and returns its address. A new one is private."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    address = api.create_repo(repo, private=True, exist_ok=True)
+    api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by train_grpo.py's scripts")
+    return str(address)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -23,6 +23,15 @@ SETTINGS = {
 ASKED = "a second signal ends the run at once"
 
 
+def plant_inputs(folder: Path, windows: int = 1) -> dict[str, Path]:
+    """Settings of a short evaluation: twelve held-out rows of the plant, and the first windows of its held-out days."""
+    lengths, paths = {"tes_heldout_compact.csv": 1 + 12, "profile_heldout.csv": 1 + 96 * windows}, []
+    for name, length in lengths.items():
+        paths.append(folder / name)
+        paths[-1].write_text("".join((ROOT / "data" / name).read_text().splitlines(True)[:length]))
+    return dict(zip(("EVAL_DATA", "EVAL_PROFILE"), paths, strict=True))
+
+
 def environment(folder: Path, **settings: object) -> dict[str, str]:
     return CLEAN | {name: str(value) for name, value in (SETTINGS | {"OUTPUT_DIR": folder} | settings).items()}
 

@@ -4,8 +4,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo.figures.text import finite_number, object_at, table_lines, with_interval
-from grpo.figures.verdict import reward_comparisons, verdict_lines
+from grpo.figures.text import finite_number, object_at, table_lines, with_interval, wrapped
+from grpo.figures.verdict import reward_comparisons, verdict
 
 HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped", "Answers by action"]
 # Names of the models for readers, by their keys in evaluation.json.
@@ -60,4 +60,4 @@ def evaluation_table(results: Mapping[str, Any]) -> str:
         scores = {name: object_at(results[key], "functions", function) for key, name in names.items()}
         rows += [[f"  {name}", with_interval(figures, "reward")] for name, figures in scores.items()]
     heading = f"Mean reward at temperature {results['temperature']:g}, {how}, 95% interval over {over}"
-    return "\n".join([heading, *table_lines([HEADER, *rows]), *verdict_lines(reward_comparisons(results))])
+    return "\n".join([heading, *table_lines([HEADER, *rows]), *wrapped(verdict(reward_comparisons(results)))])

@@ -5,30 +5,36 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from grpo.common import InputError
 from grpo.evaluate.heldout_table import HEADER, heldout_rows
-from grpo.evaluate.report_text import facts, simulator_section
+from grpo.evaluate.report_text import facts, simulator_section, without_folders
 from grpo.evaluate.run_files import Run, read_json, read_run
 from grpo.evaluate.saved_adapter import run_folder
-from grpo.figures.text import object_at
+from grpo.figures.text import markdown_table, object_at
 from grpo.figures.verdict import reward_verdict
 from grpo.output.archive import base_model_name, loading_code
-from grpo.output.durable import write_text
+from grpo.output.durable import Record, write_text
 from grpo.output.layout import ADAPTER, SETTINGS
-from grpo.output.upload import MERGED_CODE, chosen_settings, table
 from grpo.plan.hub import MODEL_FILES
 from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.preflight.adapter import CONFIG, is_on_experts
-from grpo.settings.table import Settings
+from grpo.settings.parsing import show
+from grpo.settings.table import FIELDS, Settings
 
 FORMS = {
     "": "a LoRA adapter for {base}",
     "mxfp4": "{base} with a LoRA adapter merged into it, its experts as they were, in MXFP4",
     "bf16": "{base} with a LoRA adapter merged into it, in BF16 throughout",
 }
+MERGED_CODE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".", dtype="auto", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained(".")
+```"""
 GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402.03300))."
 
 
@@ -39,7 +45,15 @@ def results(run: Run, adapter: Path) -> str:
         return f"{words[0].upper()}{words[1:]}." if words else f"`{adapter.name}` was not measured by itself."
     verdicts = " ".join(filter(None, (reward_verdict(run.evaluation), simulator_section(run).verdict)))
     rows = heldout_rows(run.evaluation)
-    return verdicts + (f"\n\n{table(HEADER, rows)}" if rows else "")
+    return verdicts + (f"\n\n{markdown_table(HEADER, rows)}" if rows else "")
+
+
+def chosen_settings(sources: Mapping[str, str], values: Record) -> str:
+    """A section of the model card with the settings that are not at their defaults."""
+    chosen = [name for name, spec in FIELDS.items() if spec.metadata["group"] != "Output"]
+    chosen = [name for name in chosen if name in values and sources.get(name, "default") != "default"]
+    rows = markdown_table(["Setting", "Value"], [[f"`{name}`", without_folders(show(values[name]))] for name in chosen])
+    return f"## Settings\n\nThose that are not train_grpo.py's defaults.\n\n{rows}\n"
 
 
 def about_training(adapter: Path) -> str:
@@ -53,7 +67,7 @@ def about_training(adapter: Path) -> str:
         run = read_run(folder)
     except (InputError, OSError):  # scripts/sft.py writes no metrics
         return settings
-    run_facts = table(["", ""], list(map(list, facts(run))))
+    run_facts = markdown_table(["", ""], list(map(list, facts(run))))
     return f"""## Data and training
 
 {run_facts}

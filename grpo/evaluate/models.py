@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models whose answers are evaluated: a run's own, or one in transformers or vLLM without a trainer."""
 
-import dataclasses
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,14 +42,14 @@ MOST_AT_ONCE = 512  # sequences that vLLM generates at the same time; more wait 
 DIRECT_TOKENS = 16_384  # tokens of one pass that chooses answers; with eager attention it is BATCH_TOKENS
 
 
+@dataclass
 class EvaluatedModel:
     """A base model, with its adapter or without, that answers rendered prompts."""
 
-    def __init__(
-        self, settings: Settings, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], sampler: RankedSampler
-    ):
-        """`stops` are the ids of the tokens that end a completion."""
-        self.settings, self.tokenizer, self.stops, self.sampler = settings, tokenizer, stops, sampler
+    settings: Settings
+    tokenizer: PreTrainedTokenizerBase
+    stops: Sequence[int]  # ids of the tokens that end a completion
+    sampler: RankedSampler
 
     def complete(
         self, prompts: Sequence[str], samples: int = 1, step: int = 0, greedy: bool = False, base: bool = False
@@ -66,20 +66,12 @@ class EvaluatedModel:
         raise NotImplementedError
 
 
+@dataclass
 class TorchModel(EvaluatedModel):
-    """A model of torch. `network` is the gpt-oss into which PEFT puts the adapter, `policy` the same with it."""
+    """A model of torch."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        tokenizer: PreTrainedTokenizerBase,
-        stops: Sequence[int],
-        sampler: RankedSampler,
-        network: PreTrainedModel,
-        policy: PeftModel | None,
-    ):
-        super().__init__(settings, tokenizer, stops, sampler)
-        self.network, self.policy = network, policy
+    network: PreTrainedModel  # the gpt-oss into which PEFT puts the adapter
+    policy: PeftModel | None  # the same with it
 
     def probabilities(self, prompts: Sequence[str], actions: int, greedy: bool, base: bool) -> np.ndarray:
         sampling, own = evaluation_sampling(self.settings, 0, greedy, base), self.sampler.sampler
@@ -124,7 +116,7 @@ def start_vllm_model(
     tokenizer = load_tokenizer(path)
     # Memory is planned as for a training step with these prompts, up to MOST_AT_ONCE, but without a trainer. A
     # simulator's later prompts may be longer than its first by the digits of a few numbers, hence 32 tokens more.
-    s = dataclasses.replace(
+    s = replace(
         settings,
         ROLLOUT_SYNC="lora",
         LORA_R=read_json(adapter / CONFIG)["r"] if adapter else settings.LORA_R,
@@ -145,11 +137,12 @@ def start_vllm_model(
     return EvaluatedModel(settings, tokenizer, stops, RankedSampler(AwakeVllmSampler(engine, adapter), Ranks()))
 
 
+@dataclass
 class ModelResponder:
     """A model in the form that simulators call (`grpo.tasks.simulator.Responder`); `base` turns its adapter off."""
 
-    def __init__(self, model: EvaluatedModel, base: bool):
-        self.model, self.base = model, base
+    model: EvaluatedModel
+    base: bool
 
     def texts(self, prompts: Sequence[str], moment: int, greedy: bool) -> list[str]:
         """A completion of each prompt, sampled with a seed that depends on `moment`."""
@@ -170,9 +163,7 @@ def settings_alone(settings: Settings, config: ModelConfig, machine: Machine) ->
         kinds = ("bf16",)
     batches = (settings.GENERATION_BATCH,) if settings.GENERATION_BATCH else GENERATION_BATCHES
     inputs = PlanInputs(config, machine, settings.MAX_PROMPT_LEN, "eager")
-    choices = [
-        dataclasses.replace(settings, EXPERTS=kind, GENERATION_BATCH=batch) for kind in kinds for batch in batches
-    ]
+    choices = [replace(settings, EXPERTS=kind, GENERATION_BATCH=batch) for kind in kinds for batch in batches]
     if not machine.gpus:
         return choices[0]
     for choice in choices:

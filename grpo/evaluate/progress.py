@@ -115,8 +115,9 @@ class Progress:
         figures. Returns best.json."""
         resolved, values = self.resolved, {"step": trainer.state.global_step} | columns
         s = resolved.settings
-        measured = {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": resolved.exact}
-        episodes, rows = list(resolved.closed_loop.episodes), data_fingerprint(resolved.eval_rows)
+        windows, rows = list(resolved.closed_loop.episodes), data_fingerprint(resolved.eval_rows)
+        conditions: best.Record = {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE}
+        conditions |= {"exact": resolved.exact, "windows": windows, "rows": rows}
 
         def save(folder: Path, chosen: best.Record) -> None:
             trainer.model.save_pretrained(str(folder))
@@ -124,7 +125,6 @@ class Progress:
             card = model_card(s, trainer.state.global_step, trainer.reward_summary, words, tokenizer="..")
             write_text(folder / "README.md", card)
 
-        conditions = measured | {"windows": episodes, "rows": rows}
         if resolved.best_by == "reward":
             comparisons = reward_comparisons(results)
         else:

@@ -34,14 +34,8 @@ CURVES = {  # title: columns of metrics.csv with a common unit; their meanings b
 }
 PHASES = ("wake_s", "handover_s", "generation_s", "sleep_s", "reward_s", "learn_s")
 REFERENCES = {"random": ":", "constant": "-.", "oracle": "--"}  # line styles by key of evaluation.json
-STYLE: dict[str, Any] = {
-    "font.size": 9.5,
-    "legend.fontsize": 8.5,
-    "legend.frameon": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-}
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "grid.color": "#E6E6E6"}
+STYLE: dict[str, Any] = {"font.size": 9.5, "legend.fontsize": 8.5, "legend.frameon": False, "axes.axisbelow": True}
+STYLE |= {"axes.grid": True, "axes.spines.top": False, "axes.spines.right": False, "grid.color": "#E6E6E6"}
 
 
 def panel(unit: str) -> Axes:

@@ -3,12 +3,13 @@
 
 import re
 from collections import defaultdict
+from pathlib import Path
 
+from grpo.common import split_commas
 from grpo.evaluate.run_files import Run, duration
 from grpo.figures.text import object_at
 from grpo.figures.verdict import loading_advice
 from grpo.output.layout import ADAPTER
-from grpo.output.upload import without_folders
 from grpo.settings.parsing import show
 from grpo.tasks.simulator import ReportSection
 
@@ -27,6 +28,11 @@ CHOICES = {
     "heldout": "held-out rows",
     "sync": "weight sync",
 }
+
+
+def without_folders(text: str) -> str:
+    """A setting's value with absolute paths cut to their file names, because a report may be shown to others."""
+    return ", ".join(Path(part).name if part.startswith("/") else part for part in split_commas(text))
 
 
 def adapter_advice(run: Run) -> str:

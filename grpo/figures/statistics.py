@@ -109,11 +109,7 @@ def unless_alike(low: float, high: float, clusters: int) -> Interval:
 
 
 def score_probabilities(
-    rows: Rows,
-    probabilities: Rows,
-    answers: Sequence[float],
-    invalid_reward: float = 0.0,
-    clusters: Clusters = None,
+    rows: Rows, probabilities: Rows, answers: Sequence[float], invalid_reward: float = 0.0, clusters: Clusters = None
 ) -> Scores:
     """Mean reward, regret and parse rate of a policy on N prompts, with 95% intervals over the prompts or `clusters`.
 
@@ -156,10 +152,7 @@ def score_probabilities(
 
 
 def score_answers(
-    rows: Rows,
-    answers: Sequence[Sequence[int | None]],
-    invalid_reward: float = 0.0,
-    clusters: Clusters = None,
+    rows: Rows, answers: Sequence[Sequence[int | None]], invalid_reward: float = 0.0, clusters: Clusters = None
 ) -> Scores:
     """`score_probabilities` of sampled actions, a list for each of N prompts; None is an answer without action."""
     if len(rows) != len(answers):

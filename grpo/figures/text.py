@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured figures as text: for tables in the terminal and for the report of a run."""
+"""Measured figures as text: for tables in the terminal and in Markdown, and for the report of a run."""
 
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from grpo.common import one_line
 
 
 def finite_number(value: object) -> float:
@@ -46,3 +48,10 @@ def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
 def wrapped(text: str) -> list[str]:
     """A sentence below a table, as lines for a terminal."""
     return textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="    ")
+
+
+def markdown_table(header: list[str], rows: list[list[str]], longest_cell: int = 300) -> str:
+    """A Markdown table, each cell on one line; longer cells lose their middle."""
+    lines = [header, ["---"] * len(header), *rows]
+    escaped = ([one_line(cell, longest_cell).replace("|", "\\|") for cell in cells] for cells in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)

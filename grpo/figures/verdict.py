@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo.figures.statistics import LEAST_ALIKE
-from grpo.figures.text import finite_number, object_at, with_interval, wrapped
+from grpo.figures.text import finite_number, object_at, with_interval
 from grpo.settings.table import TASK_FILES
 
 BASE = "the base model"
@@ -86,11 +86,6 @@ def obstacle(comparisons: Sequence[Comparison]) -> str:
     return f"is shown to beat {BASE}" if is_unknown else ""
 
 
-def verdict_lines(comparisons: Sequence[Comparison]) -> list[str]:
-    """The verdict as lines below a table in the terminal."""
-    return wrapped(verdict(comparisons))
-
-
 def reward_comparisons(evaluation: Mapping[str, Any]) -> list[Comparison]:
     """The trained model's held-out reward against the base model's and that of the best constant action, from
     evaluation.json. A record of an earlier version has no `difference_constant`: there the action's reward is compared
@@ -121,9 +116,9 @@ def reward_verdict(evaluation: Mapping[str, Any]) -> str:
     return f"The last step's adapter changed held-out reward by {difference}, from {old:.3f} to {new:.3f}: {clause}."
 
 
-# BEST_BY -> the phrase for its figure: that of a simulator is its first in task.json.
-WORDS = {"reward": "held-out reward of {:.3f}"} | {
-    task["best_by"]: next(iter(task["figures"].values()))["words"]
+# BEST_BY -> the column of metrics.csv that decides, and a phrase for it: of a simulator, its first in task.json.
+DECIDING = {"reward": ("heldout_reward", "held-out reward of {:.3f}")} | {
+    task["best_by"]: next((column, figure["words"]) for column, figure in task["figures"].items())
     for task in TASK_FILES.values()
     if task.get("best_by")
 }
@@ -136,7 +131,8 @@ def read_comparisons(record: Mapping[str, Any]) -> list[Comparison]:
 
 def describe_best(record: Mapping[str, Any]) -> str:
     """A clause that says from which step best/ comes, and whether it beats the base model and other policies."""
-    value, base_value = (WORDS[record["by"]].format(record[name]) for name in ("value", "base_value"))
+    words = DECIDING[record["by"]][1]
+    value, base_value = (words.format(record[name]) for name in ("value", "base_value"))
     step = f"step {record['step']} is the best of the evaluated ones, with a {value}"
     if not record["better_than_base"]:
         return f"{step}, but NOT BETTER than {BASE} without any adapter ({base_value})"

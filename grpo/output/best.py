@@ -8,16 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from grpo.figures.verdict import Comparison, describe_best
+from grpo.figures.verdict import DECIDING, Comparison, describe_best
 from grpo.output.checkpoints import CUT_OFF
 from grpo.output.durable import Record, file_sha256, read_sealed, sync, sync_files, write_sealed
 from grpo.output.layout import ADAPTER, BEST, BEST_RECORD, COMPLETE, MANIFEST, unused_path
-from grpo.settings.table import TASK_FILES
-
-# BEST_BY -> the column of metrics.csv that decides: that of a simulator is its first in task.json.
-FIGURES = {"reward": "heldout_reward"} | {
-    task["best_by"]: next(iter(task["figures"])) for task in TASK_FILES.values() if task.get("best_by")
-}
 
 
 def is_better(best_by: str, value: float, other: float) -> bool:
@@ -76,7 +70,7 @@ def keep_best(
     `values`: `step` and the columns measured after that step; `base`: those of the base model; `measured`: the
     conditions of the measurement, and if a resumed run changes them, the choice begins again; `save` writes the adapter
     and its card into a new folder; `comparisons`: the step's adapter against other policies, by the same figure."""
-    column = FIGURES[best_by]
+    column, _ = DECIDING[best_by]
     if values.get(column) is None or base.get(column) is None:
         return {}
     record = read_best(folder)

@@ -11,12 +11,11 @@ from grpo.output.layout import ADAPTER, MANIFEST, unused_path
 
 LogEnd = tuple[int, str]  # How many bytes a log holds, and their SHA-256.
 CUT_OFF = "it was cut off while it was written"
-# What a checkpoint contains: the files that a run continues from, those that let others load the adapter, MANIFEST.
 ROLLOUT = "rollout.pt"  # Only where the step after the checkpoint learns from the same rollout.
+# What a run continues from; a checkpoint also holds MANIFEST, and what lets others load the adapter.
 RESUME_FILES = (
     ADAPTER, "adapter_config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", ROLLOUT,
 )  # fmt: skip
-LOADING_FILES = ("README.md", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "training_args.bin")
 
 
 def begin_checkpoint(checkpoint: Path) -> None:

@@ -202,7 +202,6 @@ def prepare_run(state: RunState, settings: Settings, records: Mapping[str, Recor
 
 
 def add_record(folder: Path, name: str, values: Record) -> None:
-    """Adds `values` to the JSON file `name` in OUTPUT_DIR."""
     write_sealed(folder / name, read_sealed(folder / name) | values)
 
 

@@ -44,7 +44,6 @@ Cell = str | float | None  # An int is a float to a type checker.
 
 
 def function_column(name: str) -> str:
-    """The column of a reward function in both logs, by the function's name."""
     return f"reward/{name}"
 
 
@@ -70,7 +69,6 @@ class FunctionLog:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The mean of each number that was logged."""
         return {name: fmean(values) for name, values in self.values.items()}
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
@@ -18,21 +18,6 @@ _libc = ctypes.CDLL(None)
 _children: set[subprocess.Popen[bytes]] = set()
 _received: list[int] = []  # signals since `forwarding_signals` began
 _forwarding = False
-
-
-@contextlib.contextmanager
-def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside the block `handler` answers SIGINT, SIGTERM and SIGHUP, unless they are ignored: `nohup` ignores SIGHUP,
-    and its children do as well. Only the main thread can enter it."""
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    for number, previous in handlers.items():
-        if previous != signal.SIG_IGN:
-            signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, previous in handlers.items():
-            signal.signal(number, previous)
 
 
 @contextlib.contextmanager
@@ -49,11 +34,15 @@ def forwarding_signals() -> Iterator[None]:
         for child in list(_children):
             child.send_signal(number)
 
-    _forwarding = True
+    _forwarding, handlers = True, {number: signal.getsignal(number) for number in SIGNALS}
+    for number, previous in handlers.items():
+        if previous != signal.SIG_IGN:  # `nohup` ignores SIGHUP, and its children do as well.
+            signal.signal(number, forward)
     try:
-        with handling_signals(forward):
-            yield
+        yield
     finally:
+        for number, previous in handlers.items():
+            signal.signal(number, previous)
         _received.clear()
         _forwarding = False
 

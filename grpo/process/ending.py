@@ -67,7 +67,6 @@ class ExitCode(IntEnum):
 
 
 def exit_codes_text() -> str:
-    """The exit codes as an indented paragraph of `--help`."""
     return "\n".join(["Exit codes:", "", *(f"  {code:>3}  {code.sentence}" for code in ExitCode)])
 
 

@@ -46,7 +46,7 @@ def wait_for_all(launch: Launch, store: Store) -> None:
 
 
 class Exchange:
-    """Collectives that all processes must call in the same order. They raise RankLost as soon as `watch` knows it."""
+    """The collectives of `Ranks`. They raise RankLost as soon as `watch` knows of it."""
 
     def __init__(self, launch: Launch, store: Store, watch: Heartbeat):
         self.launch, self.watch = launch, watch
@@ -74,7 +74,6 @@ class Exchange:
             raise RuntimeError(f"the connection to another process broke ({error})") from None
 
     def share(self, value: Any) -> list[Any]:
-        """The values of all ranks in order, on every rank. JSON must be able to hold them."""
         data = json.dumps(value, default=lambda scalar: scalar.item()).encode()  # JSON lacks NumPy's numbers.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.launch.size)]
         self._wait(self.gloo.allgather([lengths], [torch.tensor([len(data)])]))
@@ -85,11 +84,9 @@ class Exchange:
         return list(map(json.loads, texts))
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Copies rank 0's values into a tensor on the CPU."""
         self._wait(self.gloo.broadcast(tensor, 0))
 
     def sum_tensor(self, tensor: torch.Tensor) -> None:
-        """Replaces a tensor by its sum over all ranks, the same bits on every rank."""
         if not tensor.is_cuda:
             return self._wait(self.gloo.allreduce([tensor]))
         # NCCL gives up on a rank that comes after its timeout. Gloo does not: it waits here until every GPU is ready.

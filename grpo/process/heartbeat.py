@@ -71,7 +71,6 @@ class Heartbeat:
             thread.join(2)
 
     def is_broken(self) -> bool:
-        """Whether another process is lost: a SIGTERM then comes from torchrun, which ends the other processes."""
         return not self.stopped.is_set() and (self.lost is not None or self._lost_sibling() is not None)
 
     def _lost_sibling(self) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from grpo.common import InputError
 from grpo.process.heartbeat import Heartbeat, RankLost
 from grpo.process.launcher import Launch, read_launch
 
@@ -60,6 +61,11 @@ class Ranks(Launch):
     def share(self, value: Any) -> list[Any]:
         """The values of all ranks in order, on every rank. JSON must be able to hold them."""
         return self.exchange.share(value) if self.exchange else [value]
+
+    def share_problem(self, problem: str | None) -> None:
+        """Raises InputError, on every rank, if a rank has a problem."""
+        if problems := dict.fromkeys(filter(None, self.share(problem))):
+            raise InputError(*problems)
 
     def broadcast(self, value: Any = None) -> Any:
         """Rank 0's value, on every rank. JSON must be able to hold it; the other ranks' values are ignored."""

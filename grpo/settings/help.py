@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of `--help`, and the rows of docs/settings.md."""
+"""The command line of train_grpo.py, the text of its `--help`, and the rows of docs/settings.md."""
 
+import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from grpo.common import reflow, wrap
+from grpo.settings.hints import flag_answers
 from grpo.settings.parsing import accepted_words, show
 from grpo.settings.table import FIELDS, Settings
 
@@ -35,3 +37,14 @@ def help_text(about: str) -> str:
                 line += f"   [{unit}]"
             lines += [wrap(line, 10), wrap(f"      {text}", 6)]
     return "\n".join(lines)
+
+
+def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
+    usage = "[NAME=VALUE ...] python %(prog)s [--help | --check]"
+    parser = argparse.ArgumentParser(prog="train_grpo.py", add_help=False, usage=usage)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *flag_answers(unknown)]))
+    return options

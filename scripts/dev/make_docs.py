@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, reflow
-from grpo.output import upload as hub
+from grpo.figures.text import markdown_table
 from grpo.output.logs import COMPLETIONS, METRICS
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import Machine
@@ -41,7 +41,7 @@ CARDS = (
     ("H100 of 80 GB, GH200", 9.0, 78.6, "experts-shared-h100.json"),
     ("H200", 9.0, 139.8, "experts-shared-h200.json", "experts-shared-4000-h200.json"),
 )
-table = functools.partial(hub.table, longest_cell=2000)  # More than any cell has: nothing is cut.
+table = functools.partial(markdown_table, longest_cell=2000)  # More than any cell has: nothing is cut.
 
 
 def settings_tables() -> str:

@@ -132,10 +132,6 @@ def test_messages_are_written_so_that_they_can_be_read(adapter, tmp_path, capsys
     questions.write_text(json.dumps({"prompt": talk, "half": "\ud800"}))
     (row,) = answers_of(capsys, adapter, questions)
     assert row["prompt"] == str(talk) and row["half"] == "\\ud800"
-    again = write_csv(questions.with_suffix(".csv"), row, [row.values()])
-    columns = {("csv_" if name in ("action", "completion") else "") + name: cell for name, cell in row.items()}
-    answered = answers_of(capsys, adapter, again)
-    assert answered == [columns | {"action": row["action"], "completion": row["completion"]}], "asked once more"
 
 
 def test_columns_of_the_file_are_not_overwritten(adapter, tmp_path, capsys):

@@ -14,6 +14,7 @@ import pytest
 from closed_loop_schema import check_schema
 from helpers import RENDERED, ROOT, run_script, write_csv
 from machines import H100
+from runs import plant_inputs
 from safetensors.torch import load_file, save_file
 from stub_vllm import stub_engine
 
@@ -42,13 +43,8 @@ SETTINGS = {
 def run(tiny, tmp_path_factory):
     """Two steps with both evaluations; three windows, 12 held-out rows."""
     folder = tmp_path_factory.mktemp("evaluated")
-    held_out, profile = folder / "held_out.csv", folder / "days.csv"
-    held_out.write_text("".join((ROOT / "data" / "tes_heldout_compact.csv").read_text().splitlines(True)[:13]))
-    days = PROFILE.read_text().splitlines(True)
-    profile.write_text("".join(days[: 1 + 3 * 96]))
-    settings = SETTINGS | {"OUTPUT_DIR": folder / "run", "EVAL_DATA": held_out, "EVAL_PROFILE": profile}
-    done = run_script(**settings)
-    return SimpleNamespace(folder=folder / "run", settings=settings, output=done.stdout)
+    done = run_script(**SETTINGS | plant_inputs(folder, windows=3) | {"OUTPUT_DIR": folder / "run"})
+    return SimpleNamespace(folder=folder / "run", output=done.stdout)
 
 
 def test_a_run_leaves_both_evaluations(run):
@@ -62,7 +58,7 @@ def test_a_run_leaves_both_evaluations(run):
     assert result["difference"]["reward"] == pytest.approx(gain)
     record = read_json(run.folder / "closed_loop.json")
     check_schema(record, set(MODEL_POLICIES))
-    assert record["profiles"] == ["days.csv"] and record["samples"] == 1
+    assert record["profiles"] == ["profile_heldout.csv"] and record["samples"] == 1
     assert len(record["windows"]) == 3 and record["totals"]["base"]["answers"] == 90
     assert record["sampling"]["prompt"] == "compact" and record["sampling"]["eval_temperature"] == 0.5
     for words in ("trained - base model", "trained against base", "base model, greedy", "best adapter: step"):

@@ -138,11 +138,8 @@ def test_the_share_that_survives(base, tmp_path, capsys):
         shared += (update * (after[place].float() - before[place].float())).sum().item()
         whole += (update * update).sum().item()
     assert share == pytest.approx(shared / whole, rel=1e-4) and 0.05 < share < 0.9
-    for size, words in (
-        (0.0, "the adapter is zero"),
-        (1.0, "all of the adapter's update is in it"),
-        (2e-5, "the rest"),
-    ):
+    said = {0.0: "the adapter is zero", 1.0: "all of the adapter's update is in it", 2e-5: "the rest"}
+    for size, words in said.items():
         write_lora(tmp_path / f"{size}", base, size)
         assert main([str(tmp_path / f"{size}"), "--out", str(tmp_path / f"merged-{size}")]) == 0
         printed = capsys.readouterr().out

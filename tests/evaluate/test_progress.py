@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import runs
 from expert_models import load
-from helpers import ROOT, read_csv, run_script
+from helpers import read_csv, run_script
 from peft import PeftModel
 from trainers import make
 from transformers.trainer_callback import TrainerCallback
@@ -47,18 +47,15 @@ SETTINGS = {
 def measured(tiny, tmp_path_factory):
     """Five steps, measured exactly after the second and the fourth; one window, twelve held-out rows."""
     folder = tmp_path_factory.mktemp("measured")
-    for name, lines in (("tes_heldout_compact.csv", 13), ("profile_heldout.csv", 1 + 96)):
-        (folder / name).write_text("".join((ROOT / "data" / name).read_text().splitlines(True)[:lines]))
-    inputs = {"EVAL_DATA": folder / "tes_heldout_compact.csv", "EVAL_PROFILE": folder / "profile_heldout.csv"}
+    inputs = runs.plant_inputs(folder)
     run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": folder / "run"})
     return folder / "run", inputs
 
 
 def test_a_run_measures_itself_and_keeps_its_best_adapter(measured, tiny):
     folder, _ = measured
-    evaluation, plant, best = (
-        read_json(folder / name) for name in ("evaluation.json", "closed_loop.json", "best/best.json")
-    )
+    names = ("evaluation.json", "closed_loop.json", "best/best.json")
+    evaluation, plant, best = (read_json(folder / name) for name in names)
     rows, evaluated = read_csv(folder / "metrics.csv"), best["evaluated"]
     for name in ("plant_regret", "eval_s"):
         assert [bool(row[name]) for row in rows] == [False, True, False, True, False], "not the last"
@@ -115,9 +112,8 @@ def test_the_best_adapter_is_compared_with_the_sampled_base_model_and_the_best_c
         best = read_json(tmp_path / BEST / "best.json")
         assert (best["base_value"], best["better_than_base"], best["value"]) == (0.2, True, pytest.approx(reward))
         assert words in best["in_words"] and words in (tmp_path / BEST / "README.md").read_text()
-        assert loading_advice(best, step).startswith(
-            "**Load the adapter" if step == 2 else f"**No adapter beats {constant}"
-        )
+        advice = "**Load the adapter" if step == 2 else f"**No adapter beats {constant}"
+        assert loading_advice(best, step).startswith(advice)
 
 
 def test_evaluations_leave_no_trace_in_what_is_learned(measured, tmp_path):

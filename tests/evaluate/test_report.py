@@ -145,13 +145,11 @@ def test_runs_that_are_not_complete(tmp_path, steps, figures):
     assert "|base model|" in text and "|trained|" not in text and "|nan|" not in text
 
 
-def test_a_run_with_two_functions_and_no_best_adapter(tmp_path):
+def test_a_run_with_two_functions_has_a_picture_of_them(tmp_path):
     folder = write_run(tmp_path / "run", [metrics_row(1), metrics_row(2)])
-    (folder / "adapter_model.safetensors").touch()
     metrics = pandas.read_csv(folder / "metrics.csv").assign(**{"reward/action": 1.0, "reward/<b>": 0.5})
     metrics.to_csv(folder / "metrics.csv", index=False)
-    assert "Load the last step's adapter, in the run's folder" in text_of(write_report(folder).parent)
-    assert "Reward functions" in figures_of(folder)
+    assert "Reward functions" in figures_of(write_report(folder).parent)
 
 
 def test_metrics_are_numbers_and_rows_that_are_being_written_cost_no_report(tmp_path):

@@ -2,16 +2,12 @@
 """Following a run in the terminal. Run: python -m pytest tests/evaluate/test_watch.py"""
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import watch
-from helpers import ROOT
 from run_folders import GPU, metrics_row, write_checkpoint, write_run
 
 from grpo.common import InputError
@@ -104,13 +100,3 @@ def test_what_is_no_run_is_one_line_and_so_is_ctrl_c(tmp_path, capsys, monkeypat
         watch.main([str(folder)])
     monkeypatch.setattr(watch, "frame", mock.Mock(side_effect=KeyboardInterrupt))
     assert watch.main([str(folder)]) == 0 and "the run goes on" in capsys.readouterr().err
-
-
-def test_a_reader_that_is_gone_is_no_traceback(tmp_path):
-    """As in `watch.py RUN | head -1`."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, ROOT / "scripts" / "watch.py", tmp_path / "run"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

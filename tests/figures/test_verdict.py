@@ -37,12 +37,7 @@ VERDICTS = [  # against the base model, against the constant action, the sentenc
     ("better", "unknown", f"the trained model is better than {BASE}, but cannot be told from {CONSTANT}", ""),
     ("better", "worse", f"the trained model is better than {BASE}, but is worse than {CONSTANT}", f"beats {CONSTANT}"),
     ("unknown", "unknown", f"this evaluation cannot tell the trained model from {BASE} or {CONSTANT}", "is shown to"),
-    (
-        "unknown",
-        "better",
-        f"the trained model is better than {CONSTANT}, but cannot be told from {BASE}",
-        "is shown to",
-    ),
+    ("unknown", "better", f"the trained model is better than {CONSTANT}, but cannot be told from {BASE}", "is shown"),
     ("worse", "worse", f"the trained model is worse than {BASE} and {CONSTANT}", f"beats {BASE}"),
 ]
 
@@ -57,9 +52,8 @@ def test_a_verdict_names_every_policy_that_was_compared(base, constant, words, r
 def test_three_policies_and_none():
     ends = (ENDS["better"], ENDS["worse"], ENDS["unknown"])
     three = [Comparison(other, *interval) for other, interval in zip((BASE, CONSTANT, RULE), ends, strict=True)]
-    assert verdict(three, "it") == (
-        f"it is better than {BASE}, but is worse than {CONSTANT}, but cannot be told from {RULE}"
-    )
+    words = f"it is better than {BASE}, but is worse than {CONSTANT}, but cannot be told from {RULE}"
+    assert verdict(three, "it") == words
     assert verdict([]) == obstacle([]) == ""
 
 

@@ -216,10 +216,8 @@ def test_a_normal_users_closed_files_are_named(open_path, name, mode, words):
         with zipfile.ZipFile(write_zip(folder)) as archive:
             return [state.step, [path for path in archive.namelist() if path.endswith("4/trainer_state.json")]]
 
-    assert look() == [
-        4,
-        ["run/checkpoint-4/trainer_state.json"],
-    ]  # Also so that Python has loaded all that the other user's process needs.
+    # Also so that Python has loaded all that the other user's process needs.
+    assert look() == [4, ["run/checkpoint-4/trainer_state.json"]]
     for path in (open_path, *open_path.rglob("*")):
         os.chown(path, 65534, 65534)
     (folder / name).chmod(mode)

@@ -18,7 +18,7 @@ from grpo.settings.table import Settings
 def write_step(log, step, completions, totals, zero_std_fraction=0.0):
     """A step's rows in both logs; 1.0 is every figure that does not come from the completions."""
     rates = log.write_completions(step, completions, totals, [[]] * len(totals), zero_std_fraction)
-    log.write_step(step, dict.fromkeys(METRICS.keys() - {"step", "time"}, 1.0) | rates)
+    log.write_step(step, {name: 1.0 for name in METRICS if name not in ("step", "time")} | rates)
 
 
 def test_a_log_knows_its_end_whether_resumed_or_not(tmp_path):

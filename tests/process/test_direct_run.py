@@ -11,8 +11,8 @@ import ask
 import evaluate as ev
 import pytest
 import watch
-from helpers import QUESTION, ROOT, SYSTEM, read_csv, run_python, run_script
-from runs import assert_same_run
+from helpers import QUESTION, SYSTEM, read_csv, run_python, run_script
+from runs import assert_same_run, plant_inputs
 
 from grpo.harmony import ANSWER_BEFORE
 from grpo.output.layout import ADAPTER, COMPLETE
@@ -27,12 +27,9 @@ SETTINGS = {
 def direct_run(tmp_path_factory):
     """Four steps with all evaluations, on one window and 12 held-out rows."""
     folder = tmp_path_factory.mktemp("direct")
-    held_out, profile = folder / "held_out.csv", folder / "days.csv"
-    held_out.write_text("".join((ROOT / "data" / "tes_heldout_compact.csv").read_text().splitlines(True)[:13]))
-    profile.write_text("".join((ROOT / "data" / "profile_heldout.csv").read_text().splitlines(True)[: 1 + 96]))
-    settings = SETTINGS | {"EVAL_DATA": held_out, "EVAL_PROFILE": profile, "EVAL_STEPS": 2}
+    settings = SETTINGS | plant_inputs(folder) | {"EVAL_STEPS": 2}
     run_script(**settings, OUTPUT_DIR=folder / "run")
-    return SimpleNamespace(folder=folder / "run", settings=settings, held_out=held_out, profile=profile)
+    return SimpleNamespace(folder=folder / "run", settings=settings)
 
 
 def test_logs_say_nothing_of_what_was_not_sampled(direct_run):
@@ -64,10 +61,10 @@ def test_report_and_watching_leave_these_out(direct_run, capsys):
 def test_the_adapter_is_evaluated_as_in_its_run(direct_run, tmp_path):
     """scripts/evaluate.py follows settings.json: the same figures to float32's last digits, on rows and plant."""
     out = tmp_path / "rows.json"
-    assert ev.main([str(direct_run.folder), "--data", str(direct_run.held_out), "--out", str(out)]) == 0
+    assert ev.main([str(direct_run.folder), "--data", str(direct_run.settings["EVAL_DATA"]), "--out", str(out)]) == 0
     of_run, alone = (json.loads(path.read_text()) for path in (direct_run.folder / "evaluation.json", out))
     assert alone["exact"] and alone["after"]["reward"] == pytest.approx(of_run["after"]["reward"], abs=1e-5)
-    options = ["--profile", str(direct_run.profile), "--out", str(tmp_path / "plant.json")]
+    options = ["--profile", str(direct_run.settings["EVAL_PROFILE"]), "--out", str(tmp_path / "plant.json")]
     assert ev.main([str(direct_run.folder), *options]) == 0
     files = direct_run.folder / "closed_loop.json", tmp_path / "plant.json"
     of_run, alone = (json.loads(path.read_text()) for path in files)

@@ -49,8 +49,10 @@ def test_a_full_disk_takes_the_output(end, length, code, error):
     assert b"No space left" in done.stderr if error is None else done.stderr == error
 
 
-def test_a_reader_that_is_gone_is_the_signal_of_a_pipe():
-    code = CODE.format(end="end_quietly")
+@pytest.mark.parametrize("end", ["end_quietly", "run_script"])
+def test_a_reader_that_is_gone_is_the_signal_of_a_pipe(end):
+    """As in `--help | head -1`."""
+    code = CODE.format(end=end)
     command = f"{sys.executable} -c '{code}' 1000000 | head -c 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, env=ENVIRON)
     assert done.returncode == 141 and not done.stderr, done.stderr

@@ -71,14 +71,14 @@ def test_a_signal_in_an_evaluation_ends_it_at_once(run_here, monkeypatch, tmp_pa
 def test_a_failure_ends_with_what_to_do_whatever_signals_come(run_here, monkeypatch, tmp_path):
     """Another supervisor's SIGTERM comes milliseconds after the first one, or while a failed run is zipped."""
 
-    def train(resolved):
+    def load(*arguments):
         StopRequest().listen()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to\nmore")
 
     def signalled(real):
         return lambda *arguments: [os.kill(os.getpid(), number) for number in SIGNALS] and real(*arguments)
 
-    monkeypatch.setattr(train_grpo, "train", train)
+    monkeypatch.setattr("grpo.model.load.load_to_train", load)
     for module, name in ((ending, "continuation"), (train_grpo, "write_report_and_zip")):
         monkeypatch.setattr(module, name, signalled(getattr(module, name)))
     code, log = run_here(MICRO_BATCH=6)

@@ -19,7 +19,7 @@ from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held,
 from grpo.data.prompts import prompt_order
 from grpo.figures.verdict import loading_advice
 from grpo.output.best import read_best
-from grpo.output.checkpoints import LOADING_FILES, RESUME_FILES, ROLLOUT, find_checkpoint
+from grpo.output.checkpoints import RESUME_FILES, ROLLOUT, find_checkpoint
 from grpo.output.layout import COMPLETE, MANIFEST
 from grpo.output.logs import COMPLETIONS, METRICS
 
@@ -41,7 +41,8 @@ def test_what_a_run_leaves(whole_run):
     expected += " metrics.csv completions.csv settings.json versions.json evaluation.json checkpoint-6"
     assert set(expected.split()) <= names and not list(whole_run.rglob("*.tmp"))
     saved = {path.name for path in (whole_run / "checkpoint-6").iterdir()}
-    assert saved == {*RESUME_FILES, *LOADING_FILES, MANIFEST} - {ROLLOUT}
+    others = "README.md tokenizer.json tokenizer_config.json chat_template.jinja training_args.bin"
+    assert saved == {*RESUME_FILES, *others.split(), MANIFEST} - {ROLLOUT}
     metrics, completions = read_csv(whole_run / "metrics.csv"), read_csv(whole_run / "completions.csv")
     own = ["reward/action", "reward/hold"]
     assert list(metrics[0]) == [*METRICS, *own, "log_metric"]

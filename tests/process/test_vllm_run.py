@@ -134,10 +134,8 @@ def test_a_run_with_the_native_adapter_and_an_evaluation(run, monkeypatch):
 def test_a_run_stops_where_vllm_and_trainer_do_not_agree(run):
     assert run(lambda stub: setattr(stub, "ignore_adapter", True)) == 3
     log = run.read("training.log")
-    assert (
-        "PARITY: before the first step, fixed tokens: with the test adapter vLLM and trainer differ" in log
-        and "ROLLOUT_SYNC" in log
-    )
+    words = "PARITY: before the first step, fixed tokens: with the test adapter vLLM and trainer differ"
+    assert words in log and "ROLLOUT_SYNC" in log
     assert len(run.read("metrics.csv").splitlines()) == 1, "no step was made"
     # What exit code 3 names can be tried at once, in the same folder.
     assert run(ROLLOUT_SYNC="lora", TOTAL_STEPS="1") == 0 and len(read_csv(run.folder / "metrics.csv")) == 1

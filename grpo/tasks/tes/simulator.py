@@ -11,7 +11,7 @@ from grpo.common import InputError, Problems
 from grpo.data.files import Row, find_files, read_rows
 from grpo.data.prompts import render
 from grpo.figures.text import finite_number, object_at, table_lines, with_interval, wrapped
-from grpo.figures.verdict import BASE, RARE_LOSSES, RULE, Comparison, verdict, verdict_lines
+from grpo.figures.verdict import BASE, RARE_LOSSES, RULE, Comparison, verdict
 from grpo.harmony import open_answer
 from grpo.settings.table import Settings
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
@@ -151,7 +151,7 @@ class ClosedLoop(Simulator):
         if "difference" in record:
             change = with_interval(record["difference"], "regret_percent", "+.1f", "95% interval ")
             lines.append(f"  trained against base: regret {change} points")
-        lines += verdict_lines(self.comparisons(record))
+        lines += wrapped(verdict(self.comparisons(record)))
         if any(map(hides_losses, record["totals"].values())):
             lines += wrapped(f"* {UNSERVED_LOSSES}")
         return "\n".join(lines)
