@@ -141,7 +141,7 @@ def train(resolved: ResolvedRun) -> Finished:
     assert files  # A run that passed its checks has a model.
     stop, model_path, started = StopRequest(ranks), str(files.folder), time.monotonic()
     run = RunContext(resolved, stop)
-    if ranks.launched:
+    if ranks.launched:  # A signal that comes while the model loads goes to all processes, or to none.
         stop.listen()
     log.info("\n%s\n", banner(resolved), extra=FILE_ONLY)  # `check_and_run` printed the banner already.
     if state.checkpoint:
@@ -194,11 +194,11 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> Finished:
             progress.after(trainer)
             trainer.write_model_card(folder)  # Rewritten here so that it includes the final figures.
         stop.at_once = False
+    interrupted_by, steps = stop.signal, trainer.state.global_step  # A signal from here on interrupts nothing any more.
     write_report_and_zip(folder)
-    steps = trainer.state.global_step
-    if not stop.signal:
+    if not interrupted_by:
         mark_complete(folder, steps)
-    return Finished(folder, steps, time.monotonic() - started, stop.signal)
+    return Finished(folder, steps, time.monotonic() - started, interrupted_by)
 
 
 def write_report_and_zip(folder: Path) -> None:

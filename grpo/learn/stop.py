@@ -17,6 +17,6 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if signal := sync_stop_signal(self.ranks, self.stop.signal, kwargs["model"], state.global_step):
-            self.stop.signal = signal
+            self.stop.adopt(signal)
             control.should_save = control.should_training_stop = True
         return control

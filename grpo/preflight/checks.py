@@ -20,7 +20,7 @@ from grpo.plan import hub, memory
 from grpo.plan.engine_memory import LORA_RANKS
 from grpo.plan.hub import TINY_ACTIONS, ModelConfig, ModelFiles
 from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
-from grpo.plan.memory import PlanInputs, format_changes, host_shortfall, memory_shortfall, plan_memory
+from grpo.plan.memory import Plan, PlanInputs, format_changes, host_shortfall, memory_shortfall
 from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.plan.vllm_model import fixed_faults, vllm_faults
 from grpo.preflight import choices
@@ -54,11 +54,11 @@ def check_attention(settings: Settings, machine: Machine, problems: Problems) ->
         problems.add("PACKING", f"{name} takes padded rows only", fix)
 
 
-def check_lora(settings: Settings, config: ModelConfig | None, problems: Problems) -> None:
+def check_lora(settings: Settings, config: ModelConfig | None, use_vllm: bool, problems: Problems) -> None:
     """Checks that LORA_TARGETS matches something, and that ROLLOUT_SYNC can bring all of it to vLLM."""
     check_targets(settings.LORA_TARGETS, config, problems)
     experts = expert_words(settings.LORA_TARGETS)
-    if experts and settings.ROLLOUT_SYNC == "merge" and settings.USE_VLLM is not False:
+    if experts and settings.ROLLOUT_SYNC == "merge" and use_vllm:
         fault = f"merge brings vLLM the attention's weights alone, and LORA_TARGETS has {experts[0]}"
         problems.add("ROLLOUT_SYNC", fault, "Set ROLLOUT_SYNC=auto (which takes lora), or USE_VLLM=0")
 
@@ -79,20 +79,21 @@ def check_batches(settings: Settings, ranks: int, problems: Problems) -> None:
         problems.add("PROMPTS_PER_STEP", fault, f"Set it to {ranks} or higher, or start fewer processes")
 
 
-def check_settings(settings: Settings, config: ModelConfig | None, machine: Machine, problems: Problems) -> None:
+def check_settings(
+    settings: Settings, config: ModelConfig | None, machine: Machine, use_vllm: bool, problems: Problems
+) -> None:
     """Checks that the settings contradict neither each other nor the model's config.json nor the machine."""
     check_batches(settings, machine.ranks, problems)
     check_attention(settings, machine, problems)
-    check_lora(settings, config, problems)
+    check_lora(settings, config, use_vllm, problems)
     if settings.EXPERTS not in ("bf16", None) and config and not hub.has_mxfp4(config):
         problems.add("EXPERTS", f"{settings.MODEL_ID} has no MXFP4 experts", "Set EXPERTS=bf16")
     if settings.USE_VLLM and not machine.gpus:
         problems.add("USE_VLLM", f"vLLM beside the trainer needs a GPU, and {machine.no_gpu}", "Set USE_VLLM=0")
-    beside_vllm = settings.USE_VLLM is not False and machine.gpus
-    if beside_vllm and settings.ROLLOUT_SYNC == "lora" and LORA_RANKS[-1] < settings.LORA_R:
+    if use_vllm and settings.ROLLOUT_SYNC == "lora" and LORA_RANKS[-1] < settings.LORA_R:
         fault = f"vLLM loads adapters of a rank of at most {LORA_RANKS[-1]}, this is {settings.LORA_R}"
         problems.add("LORA_R", fault, "Lower it, or leave out experts and ROLLOUT_SYNC, or set USE_VLLM=0")
-    for name in ("TEMPERATURE", "EVAL_TEMPERATURE") if beside_vllm else ():
+    for name in ("TEMPERATURE", "EVAL_TEMPERATURE") if use_vllm else ():
         if not VLLM_COLDEST <= getattr(settings, name) <= 2:
             fault = f"vLLM samples at temperatures from {VLLM_COLDEST} to 2"
             problems.add(name, fault, "Set it between the two, or USE_VLLM=0")
@@ -159,9 +160,9 @@ def check_top_p(settings: Settings, use_vllm: bool, problems: Problems) -> None:
         problems.add("TOP_P", fault, "Set TOP_P=1" if shares else "Set TOP_P=1, or IS_CORRECTION=none")
 
 
-def check_memory(settings: Settings, inputs: PlanInputs, problems: Problems) -> None:
-    """Checks that the model has enough positions, and the machine enough memory, for the run."""
-    plan, machine = plan_memory(settings, inputs), inputs.machine
+def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: Problems) -> None:
+    """Checks that the model has enough positions, and the machine enough memory, for the run as it is planned."""
+    machine = inputs.machine
     engine, positions = plan.engine, inputs.config["max_position_embeddings"]
     room = positions - plan.prompt_len
     if room < settings.MAX_COMPLETION_LEN:
@@ -285,12 +286,12 @@ def check_learning(resolved: ResolvedRun, settings: Settings, problems: Problems
     room in memory and on disk. `settings` may have `auto` where advice may say so, as for batch sizes."""
     machine, use_vllm = resolved.machine, resolved.use_vllm
     check_packages(settings, resolved.versions, problems, use_vllm)
-    check_settings(settings, resolved.config, machine, problems)
+    check_settings(settings, resolved.config, machine, use_vllm, problems)
     check_experts(settings, resolved.config, machine, use_vllm, problems)
     check_computed_model(resolved, problems)
     check_start_adapter(settings, resolved.state, resolved.adapter.digest, problems)
     if resolved.files and resolved.inputs and resolved.plan:
-        check_memory(settings, resolved.inputs, problems)
+        check_memory(settings, resolved.inputs, resolved.plan, problems)
         check_disk(settings, resolved.files, resolved.plan.adapter, problems)
 
 

@@ -85,6 +85,7 @@ class StopRequest:
         self.signal = 0  # The number of the first signal; 0 if there was none.
         self.at_once = True  # True while nothing can be lost: before training, and in the evaluation after it.
         self.received = 0.0
+        self.is_adopted = False  # Whether another process got the signal, and this one's own copy may still come.
 
     def listen(self) -> None:
         """Handles the three signals. A SIGHUP that `nohup` ignores stays ignored."""
@@ -97,11 +98,13 @@ class StopRequest:
         - torchrun's SIGTERM after another process has ended: the run is about to report which one;
         - a second SIGHUP, as shell and kernel both send one when a terminal is lost;
         - a second SIGTERM within SAME_REQUEST_S, longer under a launcher: Slurm and scripts/torchrun.sh signal every
-          process.
+          process;
+        - the same request that another process got first, and this one learned of from it (`adopt`).
         """
         same_request_s = SAME_REQUEST_LAUNCHED_S if self.ranks.launched else SAME_REQUEST_S
-        same_request = number == signal.SIGTERM == self.signal and time.monotonic() < self.received + same_request_s
-        if self.ranks.is_broken() or same_request:
+        repeated = self.is_adopted or number == signal.SIGTERM == self.signal
+        if self.ranks.is_broken() or (repeated and time.monotonic() < self.received + same_request_s):
+            self.is_adopted = False
             return
         self.received = time.monotonic()
         if number == signal.SIGHUP:
@@ -114,6 +117,12 @@ class StopRequest:
             raise KeyboardInterrupt(number)
         name = signal.Signals(number).name
         log.warning("%s: finishing this step and saving a checkpoint; a second signal ends the run at once", name)
+
+    def adopt(self, number: int) -> None:
+        """Takes the signal that any process of the run got, which ends all of them with the same exit code."""
+        if not self.signal:
+            self.received, self.is_adopted = time.monotonic(), True
+        self.signal = number
 
 
 class RunFailure(RuntimeError):

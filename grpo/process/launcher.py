@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from types import FrameType
 
 from grpo.common import InputError
 
@@ -27,6 +28,11 @@ class Launch:
     port: int = 0
     run_id: str = ""  # Differs for every start by the launcher, restarts included.
     launched: bool = False  # True under torchrun and the like, whose own exit code is the same for every failure.
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Ends the program at once with the exit code of this signal, as Python does by itself for SIGINT alone."""
+    raise KeyboardInterrupt(number)
 
 
 def read_launch(environ: MutableMapping[str, str]) -> Launch:
@@ -65,5 +71,5 @@ def read_launch(environ: MutableMapping[str, str]) -> Launch:
     if rank:
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for number in (signal.SIGINT, signal.SIGTERM):  # scripts/torchrun.sh starts this with both ignored.
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, interrupt)
     return Launch(rank, size, local_rank, local_size, address, port, run_id, launched=True)

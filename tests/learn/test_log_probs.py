@@ -13,8 +13,7 @@ pytestmark = pytest.mark.numeric
 KERNELS = """
 import torch
 from unittest import mock
-from grpo.learn.log_probs import HeadLogProbs
-from grpo.model.experts import kernels
+from grpo.learn.log_probs import HeadLogProbs, kernels
 
 torch.manual_seed(0)
 states, weight, targets = torch.randn(5, 8), torch.randn(2500, 8), torch.tensor([0, 1023, 1024, 2400, 2499])

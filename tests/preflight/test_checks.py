@@ -51,7 +51,9 @@ CONFLICTS = [
 def settings_problems(machine, config=None, **changes):
     problems = Problems()
     config = config or ({"num_hidden_layers": 24} if "24" in changes.get("LORA_TARGETS", "") else None)
-    checks.check_settings(Settings(**changes), config, machine, problems)
+    settings = Settings(**changes)
+    use_vllm = settings.USE_VLLM is not False and machine.gpus > 0
+    checks.check_settings(settings, config, machine, use_vllm, problems)
     return problems
 
 
@@ -201,7 +203,8 @@ def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
 
 def memory_problems(machine, beside_vllm=False, **changes):
     problems = Problems()
-    checks.check_memory(Settings(**changes), plan_inputs(machine, beside_vllm), problems)
+    settings, inputs = Settings(**changes), plan_inputs(machine, beside_vllm)
+    checks.check_memory(settings, inputs, plan_memory(settings, inputs), problems)
     return problems
 
 
@@ -277,7 +280,7 @@ def test_gpt_oss_120b_is_planned_for_one_card(tiny_run):
         dequantized = dict(banner.memory_lines(tiny_run(), plan_memory(settings, inputs))).get("dequantized")
         assert dequantized is parts or dequantized.startswith(parts)
         assert free == 70 or choose_experts(dataclasses.replace(settings, EXPERTS=None), inputs).value == "shared"
-        checks.check_memory(settings, inputs, problems)
+        checks.check_memory(settings, inputs, plan_memory(settings, inputs), problems)
     assert "70 of 80 GiB are free, and vLLM would have 0.0 GiB of cache" in only(problems)
     assert "With all else as set, EXPERTS=mxfp4 and USE_VLLM=0 fits" in only(problems)
 

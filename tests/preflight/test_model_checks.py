@@ -15,6 +15,7 @@ from grpo.common import Problems
 from grpo.evaluate.saved_adapter import check_model, commit_of_run, load_run_settings
 from grpo.output.folder import prepare_run
 from grpo.plan.hub import REAL_CONFIG
+from grpo.plan.memory import plan_memory
 from grpo.preflight import checks
 from grpo.preflight.banner import banner
 from grpo.settings.table import Settings
@@ -89,7 +90,7 @@ def test_the_original_of_a_bf16_copy_is_the_remedy(config, free, original):
     inputs = dataclasses.replace(plan_inputs(machine, True), config=config)
     kind = "shared" if "quantization_config" in config else "bf16"
     settings = Settings(EXPERTS=kind, ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=512)
-    checks.check_memory(settings, inputs, problems := Problems())
+    checks.check_memory(settings, inputs, plan_memory(settings, inputs), problems := Problems())
     (problem,) = [text for text in problems if text.startswith(("GPU", "VLLM_GPU_MEM"))]
     words = f"If this is a BF16 copy of it, set MODEL_ID={original}: its MXFP4 experts fit."
     assert words in problem if original else "BF16 copy" not in problem
@@ -98,7 +99,8 @@ def test_the_original_of_a_bf16_copy_is_the_remedy(config, free, original):
 def test_host_memory_that_the_original_does_not_need_names_it_too():
     machine = dataclasses.replace(H100, capability=9.0, gpu_total=139.0, gpu_free=139.0, ram_free=12.0)
     inputs = dataclasses.replace(plan_inputs(machine, True), config=BF16)
-    checks.check_memory(Settings(EXPERTS="bf16", ROLLOUT_SYNC="merge"), inputs, problems := Problems())
+    settings = Settings(EXPERTS="bf16", ROLLOUT_SYNC="merge")
+    checks.check_memory(settings, inputs, plan_memory(settings, inputs), problems := Problems())
     assert only(problems).endswith("or set MODEL_ID=openai/gpt-oss-20b if this is a BF16 copy of it")
 
 

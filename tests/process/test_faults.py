@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from grpo.output.durable import read_sealed
 from grpo.output.layout import ADAPTER, COMPLETE, MANIFEST
 from grpo.process import ending
 from grpo.process.ending import SIGNALS, StopRequest
+from grpo.process.ranks import Ranks
 
 
 @pytest.fixture
@@ -157,6 +159,7 @@ def test_weights_that_are_not_finite_are_not_saved(run_here, monkeypatch, tmp_pa
 
 JUDGE = """
 from pathlib import Path
+from types import SimpleNamespace
 from rewards import parse_action
 def judge(raw_completions, trainer_state, log_metric, **columns):
     if log_metric.__name__ == "log_nothing" and trainer_state.global_step == 2 and Path("fail").exists():
@@ -243,3 +246,33 @@ def test_a_supervisor_that_signals_every_process_asks_once(monkeypatch):
     now = 101.1
     with pytest.raises(KeyboardInterrupt):
         request.receive(signal.SIGTERM)
+
+
+def test_the_own_copy_of_a_signal_that_another_process_got_is_no_second_request(monkeypatch):
+    """On two machines a signal arrives seconds apart, and a rank learns of it from the other one first."""
+    request, now = StopRequest(Ranks(1, 2, launched=True)), 100.0
+    request.at_once = False
+    monkeypatch.setattr(ending.time, "monotonic", lambda: now)
+    request.adopt(signal.SIGINT)
+    now = 103.0
+    request.receive(signal.SIGINT)
+    assert request.signal == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        request.receive(signal.SIGINT)
+
+
+def test_a_signal_while_the_files_are_written_interrupts_nothing(tmp_path, monkeypatch):
+    """The run has trained and evaluated all of its steps: it is complete."""
+    folder, stop = tmp_path / "run", StopRequest()
+    folder.mkdir()
+    monkeypatch.setattr(train_grpo, "write_report_and_zip", lambda folder: stop.receive(signal.SIGTERM))
+    save = lambda path: (Path(path) / ADAPTER).write_text("weights") if Path(path).mkdir() is None else None  # noqa: E731
+    trainer = SimpleNamespace(
+        run=SimpleNamespace(folder=folder, stop=stop),
+        save_model=save,
+        processing_class=SimpleNamespace(save_pretrained=lambda path: None),
+        write_model_card=lambda path: None,
+        state=SimpleNamespace(global_step=3),
+    )
+    end = train_grpo.finish(trainer, SimpleNamespace(after=lambda trainer: None), 0.0)
+    assert (end.signal, end.steps) == (0, 3) and (folder / COMPLETE).exists()
