@@ -50,6 +50,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make(args: argparse.Namespace) -> dict[str, str]:
+    """The text of each file, by its name."""
     prompts = ("full", "compact") if args.prompt == "both" else (args.prompt,)
     if not args.profile:
         return dict(dataset.synthetic_files(args.seed, prompts))

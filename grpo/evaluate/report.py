@@ -20,6 +20,7 @@ TEMPLATES = jinja2.Environment(loader=LOADER, autoescape=True, undefined=jinja2.
 
 
 def page_text(run: Run) -> str:
+    """The page of a run."""
     # The page does not depend on styles that the caller or the user has set.
     with matplotlib.style.context(["default", "tableau-colorblind10", STYLE]):
         drawn = pictures(run)

@@ -74,6 +74,7 @@ class Exchange:
             raise RuntimeError(f"the connection to another process broke ({error})") from None
 
     def share(self, value: Any) -> list[Any]:
+        """The values of all ranks in order, on every rank. JSON must be able to hold them."""
         data = json.dumps(value, default=lambda scalar: scalar.item()).encode()  # JSON lacks NumPy's numbers.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.launch.size)]
         self._wait(self.gloo.allgather([lengths], [torch.tensor([len(data)])]))
@@ -87,6 +88,7 @@ class Exchange:
         self._wait(self.gloo.broadcast(tensor, 0))
 
     def sum_tensor(self, tensor: torch.Tensor) -> None:
+        """Replaces a tensor by its sum over all ranks, the same bits on every rank."""
         if not tensor.is_cuda:
             return self._wait(self.gloo.allreduce([tensor]))
         # NCCL gives up on a rank that comes after its timeout. Gloo does not: it waits here until every GPU is ready.
