@@ -159,7 +159,6 @@ def test_weights_that_are_not_finite_are_not_saved(run_here, monkeypatch, tmp_pa
 
 JUDGE = """
 from pathlib import Path
-from types import SimpleNamespace
 from rewards import parse_action
 def judge(raw_completions, trainer_state, log_metric, **columns):
     if log_metric.__name__ == "log_nothing" and trainer_state.global_step == 2 and Path("fail").exists():
