@@ -148,8 +148,8 @@ def test_a_failed_rollout_ends_the_run(monkeypatch):
             self.failure_keys = {"train": self.failed, "val": []}
 
     in_place_of_verl(monkeypatch, "verl.trainer.ppo.v1.replay_buffer", ReplayBuffer=Queue)
-    monkeypatch.delitem(sys.modules, "grpo.verl.sampler", raising=False)
-    from grpo.verl.sampler import StrictReplayBuffer
+    monkeypatch.delitem(sys.modules, "grpo.verl.replay_buffer", raising=False)
+    from grpo.verl.replay_buffer import StrictReplayBuffer
 
     queue = StrictReplayBuffer()
     queue.failed = []
