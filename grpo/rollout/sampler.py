@@ -80,7 +80,8 @@ class EndTokens:
 
 
 class Session:
-    """Prompts go in one by one, and samples come out one by one. Others may go in before the last has come out."""
+    """Prompts go in one by one, and samples come out one by one. Others may go in before the last has come out, as in
+    an episode, whose next prompt holds the last answer. A sampler gets all prompts that wait at once."""
 
     def __init__(self, answer: Callable[[Sequence[Tokens]], Iterable[Sample]]):
         """`answer` yields a sample of each of some prompts, in order."""
@@ -122,15 +123,15 @@ class Sampler(ABC):
 
 
 class VllmSampler(Sampler):
-    """The `engine`, which sleeps while the trainer learns and gets the adapter of its `policy` for each session.
-
-    What has been submitted goes to vLLM at once, which schedules it. Raises EngineError."""
+    """The `engine`, which sleeps while the trainer learns and gets the adapter of its `policy` for each session. Raises
+    EngineError."""
 
     def __init__(self, engine: Engine, policy: PeftModel):
         self.engine, self.policy = engine, policy
 
     @contextlib.contextmanager
     def session(self, sampling: Sampling) -> Iterator[Session]:
+        # After an error the engine stays as it is: the run ends, and a failed engine could not sleep anyway.
         self.engine.wake()
         self.engine.sync_weights(self.policy, sampling.with_adapter, sampling.seed)
         yield Session(lambda prompts: engine_samples(self.engine, prompts, sampling))
