@@ -85,7 +85,7 @@ def write_steps(folder: Path, steps: Iterable[int], per_step: int, saved: Iterab
         metrics.write([metrics_row(step)])
         completions.write([dict.fromkeys(COMPLETIONS, "x") | {"step": step, "reward": 0.5} for _ in range(per_step)])
         if step in saved:
-            write_checkpoint(folder, step, {"metrics.csv": metrics.sync(), "completions.csv": completions.sync()})
+            write_checkpoint(folder, step, {"metrics.csv": metrics.end, "completions.csv": completions.end})
 
 
 def run_dir(tmp_path: Path, **changes: object) -> tuple[Settings, Path]:
