@@ -12,7 +12,7 @@ from grpo.output.layout import ADAPTER, MANIFEST, unused_path
 LogEnd = tuple[int, str]  # How many bytes a log holds, and their SHA-256.
 CUT_OFF = "it was cut off while it was written"
 ROLLOUT = "rollout.pt"  # Only where the step after the checkpoint learns from the same rollout.
-# What a run continues from. `Trainer._save_checkpoint` (grpo/learn/trainer.py) writes it, by transformers, with MANIFEST
+# What a run continues from. `Trainer._save_checkpoint` (grpo/learn/trainer.py) writes it by transformers, with MANIFEST
 # and what lets others load the adapter.
 RESUME_FILES = (
     ADAPTER, "adapter_config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", ROLLOUT,
