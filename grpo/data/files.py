@@ -50,7 +50,7 @@ Conversation = list[dict[str, Cell]]  # messages in TRL's form, with `role` and 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a file. `prompt` is empty until `render_rows` fills it in."""
+    """A row of a file. `prompt` is empty until `prepare_rows` fills it in."""
 
     file: str
     number: int  # 1 is the first row below the header

@@ -39,6 +39,12 @@ class RunState:
     notes: tuple[str, ...] = ()  # Each names a damaged file and what the run does about it.
     complete_steps: int = 0  # Steps of the run there if it is complete, else 0.
 
+    @property
+    def began_with_vllm(self) -> bool | None:
+        """Whether vLLM generated when the run there was started; None if that is not recorded."""
+        rollouts = self.choices.get("rollouts")
+        return bool(rollouts[0]) if isinstance(rollouts, list) and rollouts else None
+
 
 def mark_complete(folder: Path, steps: int) -> None:
     """Records that a run has all its `steps`, with the checksum of its adapter. All its files are on the disk first."""

@@ -215,10 +215,10 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
 def check_engine_kept(resolved: ResolvedRun, problems: Problems) -> None:
     """Checks that a run that began with vLLM does not go on without it by itself, nor the other way round."""
     state, now = resolved.state, resolved.choices["USE_VLLM"]
-    rollouts = state.choices.get("rollouts")
-    if not (state.step and isinstance(rollouts, list) and rollouts) or resolved.asked.USE_VLLM is not None:
+    begun = state.began_with_vllm
+    if not state.step or begun is None or resolved.asked.USE_VLLM is not None:
         return
-    if (begun := bool(rollouts[0])) != now.value:
+    if begun != now.value:
         fault = f"the run in {state.folder} was started with USE_VLLM={begun:d}, now it is {now.value:d} ({now.reason})"
         fix = f"Set USE_VLLM={begun:d} to continue as before, or USE_VLLM={now.value:d} to change it"
         problems.add("USE_VLLM", fault, fix)

@@ -56,8 +56,12 @@ class Facts:
 
     @property
     def has_packages(self) -> bool:
-        """Whether all packages of a run are installed: tokenizers and numpy come with them."""
-        return all(self.versions[name] for name in TESTED)
+        return has_packages(self.versions)
+
+
+def has_packages(versions: Mapping[str, str | None]) -> bool:
+    """Whether all packages of a run are installed: tokenizers and numpy come with them."""
+    return all(versions[name] for name in TESTED)
 
 
 def read_facts(
@@ -73,8 +77,7 @@ def read_facts(
     problems to `problems`. `commit` is the one of the model with which the run began, if it continues."""
     files = hub.find_model(settings.MODEL_ID, problems, commit)
     versions = installed_versions([*TESTED, *TESTED_VLLM])
-    has_packages = all(versions[name] for name in TESTED)
-    split = prepare_rows(settings, files if has_packages else None, problems, split)
+    split = prepare_rows(settings, files if has_packages(versions) else None, problems, split)
     adapter = read_start_adapter(settings, sources, files.config if files else None, problems)
     of_adapter = {name: "INIT_ADAPTER" for name in adapter.settings if sources[name] != "environment"}
     return Facts(
@@ -163,10 +166,9 @@ def read_state(asked: Settings, facts: Facts, problems: Problems) -> RunState:
 def recorded_batch(asked: Settings, use_vllm: bool, state: RunState) -> int | None:
     """The GENERATION_BATCH that `auto` chose when a run that is continued was started: another one would sample
     differently. None for other runs, if vLLM takes the place of transformers or leaves it, and if it was edited."""
-    rollouts, recorded = state.choices.get("rollouts"), object_at(state.choices, "plan").get("generation_batch")
-    began_with_vllm = bool(rollouts[0]) if isinstance(rollouts, list) and rollouts else use_vllm
+    recorded = object_at(state.choices, "plan").get("generation_batch")
     is_chosen = asked.GENERATION_BATCH is None and not asked.DIRECT_ANSWERS
-    if not (state.step and is_chosen and began_with_vllm == use_vllm):
+    if not (state.step and is_chosen and state.began_with_vllm in (use_vllm, None)):
         return None
     is_batch = isinstance(recorded, int) and recorded > 0 and asked.completions_per_rollout % recorded == 0
     return recorded if is_batch else None

@@ -229,7 +229,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
-def memory_advice(run: StartedRun) -> str:
+def smaller_batch_advice(run: StartedRun) -> str:
     """What lets the same command continue a run that ran out of GPU memory."""
     fix = "free some of the GPU"
     if smaller := run.micro_batch // 2:
@@ -270,7 +270,7 @@ def decide_outcome(end: Finished | BaseException, run: StartedRun | None = None)
             return Outcome(end.code, (words, *more), is_zipped=end.is_zipped)
         case _ if run and is_out_of_memory(end):
             words = f"out of memory: {str(end).splitlines()[0]}"
-            return Outcome(ExitCode.FAILED, (words, memory_advice(run)), is_zipped=True)
+            return Outcome(ExitCode.FAILED, (words, smaller_batch_advice(run)), is_zipped=True)
         case _ if run and is_full_disk(end, run.folder):
             words = f"no space left on a disk (`df -h` and `df -i` tell which): {end}. Free some, {advice}"
             return Outcome(ExitCode.FAILED, (words,))

@@ -6,7 +6,9 @@ import torch
 from engines import set_adapter
 from trainers import make, plain_trl
 
-from grpo.rollout.sampler import Sample, Session, rollout_sampling
+from grpo.data.prompts import sampling_seed
+from grpo.rollout.sampler import Sample, Session, evaluation_sampling, rollout_sampling
+from grpo.settings.table import Settings
 
 
 def test_prompts_go_in_while_samples_come_out():
@@ -19,6 +21,12 @@ def test_prompts_go_in_while_samples_come_out():
         if len(sample.ids) > 1:
             session.submit(sample.ids[1:])
     assert numbers == [0, 1] and finished == [(0, 3), (1, 1), (2, 2), (3, 1)] and batches == [2, 1, 1]
+
+
+def test_rollouts_and_evaluations_draw_from_streams_of_their_own():
+    """The same ones for every model that is evaluated, whatever samples from it."""
+    seeds = [evaluation_sampling(Settings(SEED=7), 3).seed, rollout_sampling(Settings(SEED=7), 3).seed]
+    assert seeds == [sampling_seed(7, 3, "evaluation"), sampling_seed(7, 3, "train")] and len(set(seeds)) == 2
 
 
 def test_each_prompt_gets_a_sample_in_order():
