@@ -29,6 +29,7 @@ import pandas
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, InputError, reflow
 from grpo.figures.statistics import paired_difference
+from grpo.figures.text import with_interval
 from grpo.output.layout import LOGS
 from grpo.process.child import run_child
 from grpo.process.ending import run_script
@@ -123,8 +124,7 @@ def run_figures(folder: Path, start: Json) -> list[Figure]:
 
 def scored(name: str, scores: Json, words: str) -> Figure:
     """A model's held-out reward, with its interval in the note."""
-    note = f"95% {scores['reward_low']:.3f} to {scores['reward_high']:.3f} {words}"
-    return figure(name, scores["reward"], "reward", note.strip())
+    return figure(name, scores["reward"], "reward", f"95% {with_interval(scores, 'reward')} {words}".strip())
 
 
 def task_figures(folder: Path) -> list[Figure]:
