@@ -8,10 +8,11 @@
     python scripts/dev/language.py collect runs --results docs/results/language.json
 
 `warm` writes the rows of a task (stories, tickets, sentences) and OUT/model: the checkpoint after a supervised warm-up
-that teaches the form of answers, and not which is right. `learn` runs train_grpo.py from there, as a user would. `imitate`
-runs scripts/sft.py on right answers to the same rows instead, and measures it on the held-out rows. `collect` writes
-the held-out rewards before and after, their paired differences and the seconds of all runs in a folder, and ten
-completions of the first and of the last step of each run named grpo. docs/choosing.md says what came out.
+that teaches the form of answers, and not which is right. `learn` runs train_grpo.py from there, as a user would.
+`imitate` runs scripts/sft.py on right answers to the same rows instead, and scores it on the held-out rows. `collect`
+writes the held-out rewards before and after, their paired differences and the seconds of all runs in a folder, and
+beside them, as .jsonl, ten completions of the first and of the last step of one run of each task.
+docs/maintainers/language.md has what came out.
 
 Exit codes: 0 done, 2 a usage error; those of the program that fails.
 """
@@ -106,13 +107,7 @@ def run_figures(folder: Path, start: Json) -> list[Figure]:
     name = f"{ran['task']}.{ran['seed']}.{folder.name}"
     assigned = " ".join(f"{key}={shlex.quote(value)}" for key, value in ran["settings"].items() if "/" not in value)
     figures = [scored(name, evaluation["after"], assigned), scored(f"{name}.greedy", evaluation["after_greedy"], "")]
-    gain = paired_difference(start["reward_by_prompt"], evaluation["after"]["reward_by_prompt"])
-    for key, note in (
-        ("", "after minus before, paired by prompt"),
-        ("_low", "95% interval"),
-        ("_high", "95% interval"),
-    ):
-        figures.append(figure(f"{name}.gain{key}", gain[f"reward{key}"] or 0.0, "reward", note))
+    figures += difference(f"{name}.gain", start, evaluation["after"], "after minus before")
     figures.append(figure(f"{name}.seconds", ran["seconds"], "s", "the whole process, beside other runs"))
     if (folder / LOGS[0]).is_file():
         steps = record.steps_of(folder).dropna(subset=["reward"])
@@ -127,16 +122,29 @@ def scored(name: str, scores: Json, words: str) -> Figure:
     return figure(name, scores["reward"], "reward", f"95% {with_interval(scores, 'reward')} {words}".strip())
 
 
+def difference(name: str, before: Json, after: Json, words: str) -> list[Figure]:
+    """A paired difference of held-out rewards and the ends of its interval."""
+    gain = paired_difference(before["reward_by_prompt"], after["reward_by_prompt"])
+    note = f"{words}, paired by prompt; 95% interval in _low and _high"
+    ends = [(end, gain[f"reward{end}"]) for end in ("", "_low", "_high")]
+    return [figure(name + end, value, "reward", note if not end else "") for end, value in ends if value is not None]
+
+
 def task_figures(folder: Path) -> list[Figure]:
     """The figures of a warmed-up model and of all runs that began there."""
     ran, runs = read_json(folder / RUN), sorted(path.parent for path in folder.glob(f"*/{RUN}"))
-    starts = [evaluation for run in runs if "before" in (evaluation := read_json(run / "evaluation.json"))]
-    if not starts:
+    evaluations = {run.name: read_json(run / "evaluation.json") for run in runs}
+    start = next((evaluation for evaluation in evaluations.values() if "before" in evaluation), None)
+    if not start:
         return []
-    name, start = f"{ran['task']}.{ran['seed']}", starts[0]
+    name = f"{ran['task']}.{ran['seed']}"
     figures = [scored(f"{name}.start", start["before"], ""), scored(f"{name}.start.greedy", start["before_greedy"], "")]
     figures += [figure(f"{name}.warmup_seconds", ran["seconds"], "s", "beside other runs")]
-    return figures + [row for run in runs for row in run_figures(run, start["before"])]
+    figures += [row for run in runs for row in run_figures(run, start["before"])]
+    if {"grpo", "sft"} <= evaluations.keys():
+        ends = (evaluations[run]["after"] for run in ("grpo", "sft"))
+        figures += difference(f"{name}.sft_over_grpo", *ends, "SFT on right answers minus GRPO")
+    return figures
 
 
 def examples(folder: Path) -> list[Json]:
@@ -145,9 +153,16 @@ def examples(folder: Path) -> list[Json]:
     kept = []
     for when, step in (("before", table.step.min()), ("after", table.step.max())):
         for row in table[table.step == step][:: int(ran["settings"]["NUM_GENERATIONS"])][:EXAMPLES].itertuples():
-            kept.append({"task": ran["task"], "seed": ran["seed"], "when": when, "prompt": row.prompt})
+            message = row.prompt.rpartition("<|start|>user<|message|>")[2].partition("<|end|>")[0]
+            kept.append({"task": ran["task"], "when": when, "prompt": message})
             kept[-1] |= {"completion": row.completion, "reward": row.reward}
     return kept
+
+
+def first_seeds(runs: Sequence[Path]) -> list[Path]:
+    """Of each task the run named grpo with the lowest seed."""
+    runs = sorted((run for run in runs if run.name == "grpo"), key=lambda run: int(read_json(run / RUN)["seed"]))
+    return list({read_json(run / RUN)["task"]: run for run in reversed(runs)}.values())
 
 
 def collect(options: argparse.Namespace) -> None:
@@ -156,10 +171,11 @@ def collect(options: argparse.Namespace) -> None:
     runs = [path.parent for folder in tasks for path in sorted(folder.glob(f"*/{LOGS[0]}"))]
     if not runs:
         raise InputError(f"{options.out} holds no runs of `learn`")
-    more: Json = {"completions": [row for run in runs if run.name == "grpo" for row in examples(run)]}
-    more |= {"machine": record.machine_words(read_json(runs[0] / "settings.json")["machine"])}
+    more: Json = {"machine": record.machine_words(read_json(runs[0] / "settings.json")["machine"])}
     more |= {"versions": read_json(runs[0] / "versions.json")}
     record.write(options.results, [row for folder in tasks for row in task_figures(folder)], more=more)
+    lines = [json.dumps(row) + "\n" for run in first_seeds(runs) for row in examples(run)]
+    options.results.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

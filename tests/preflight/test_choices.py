@@ -52,7 +52,7 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (expected, ({"DIRECT_ANSWERS": True},), True, "a function of it alone (regret)"),
     (expected, ({"EXPECTED_REWARD": False},), False, "set by EXPECTED_REWARD"),
     (expected, ({"DIRECT_ANSWERS": True}, [BARE], []), False, "no function of REWARDS"),
-    (expected, ({"EXPECTED_REWARD": True, "IMPORTANCE_SAMPLING_LEVEL": "sequence"},), False, "IMPORTANCE_SAMPLING_LEVEL=sequence weights"),
+    (expected, ({"EXPECTED_REWARD": True, "IMPORTANCE_SAMPLING_LEVEL": "sequence"},), False, "LEVEL=sequence weights"),
     (expected, ({"EXPECTED_REWARD": True}, [BARE, UNREWARDED]), False, "bare.csv has no reward_action_k"),
     (expected, ({"EXPECTED_REWARD": True, "INVALID_REWARD": math.nan},), False, "INVALID_REWARD=nan"),
     (expected, ({"EXPECTED_REWARD": True, "LOSS_TYPE": "vespo"},), False, "vespo"),
