@@ -94,7 +94,7 @@ def run_seed(options: argparse.Namespace, profiles: Mapping[str, Path], seed: in
     both adapters control the plant through the reported windows."""
     run = Path(options.run) / f"seed-{seed}"
     settings = {"MODEL_ID": "tiny", "SEED": str(seed), "OUTPUT_DIR": str(run), "OVERWRITE": "1"}
-    settings |= {"EVAL_PROFILE": str(profiles["selection"])}
+    settings |= {"EXPECTED_REWARD": "1", "EVAL_PROFILE": str(profiles["selection"])}
     started = time.perf_counter()
     with run.with_name(f"{run.name}.log").open("w") as log:
 
