@@ -112,8 +112,7 @@ class MismatchCheck:
         means = {}
         with self.policy.disable_adapter():
             for kind, engine_logps, (rows, first, temperature) in self.engine_logps(active=False):
-                difference = engine_logps - self.trainer_logps(rows, first, temperature)
-                means[kind] = self.record(BASE, kind, difference)
+                means[kind] = self.record(BASE, kind, engine_logps, self.trainer_logps(rows, first, temperature))
         for kind, mean in means.items():
             if problem := base_problem(mean, self.settings.PARITY_LIMIT):
                 raise ParityError(f"{BASE}, {kind}: {problem}")
@@ -135,12 +134,12 @@ class MismatchCheck:
     def compare_adapter(self, moment: str) -> None:
         """Compares fixed and sampled tokens with the adapter as it is. Raises ParityError."""
         for kind, engine_logps, (rows, first, temperature) in self.engine_logps():
-            difference, control = engine_logps - self.trainer_logps(rows, first, temperature), None
+            trainer_logps, control = self.trainer_logps(rows, first, temperature), None
             # A confident model samples tokens that no adapter changes: only fixed ones must show the control.
             if kind == FIXED:
                 with self.policy.disable_adapter():
                     control = (engine_logps - self.trainer_logps(rows, first, temperature)).abs().mean().item()
-            mean = self.record(moment, kind, difference, control)
+            mean = self.record(moment, kind, engine_logps, trainer_logps, control)
             if problem := adapter_problem(mean, self.base, control):
                 raise ParityError(f"{moment}, {kind}: {problem}")
 
@@ -163,10 +162,20 @@ class MismatchCheck:
         ):
             yield kind, torch.tensor([math.nan if v is None else v for row in values for v in row]), tokens
 
-    def record(self, moment: str, kind: str, difference: torch.Tensor, control: float | None = None) -> float:
-        """Logs the mean |difference| in nats and returns it; `control` is that with the trainer's adapter off."""
+    def record(
+        self,
+        moment: str,
+        kind: str,
+        engine_logps: torch.Tensor,
+        trainer_logps: torch.Tensor,
+        control: float | None = None,
+    ) -> float:
+        """Logs the mean |difference| of log-probs (N,) in nats and returns it; `control` is that with the trainer's
+        adapter off. The mean negative log-prob stands beside it: rounding shows most in unlikely tokens."""
+        difference = engine_logps - trainer_logps
         figures: dict[str, float] = {"mean": difference.abs().mean().item(), "max": difference.abs().max().item()}
-        words = f"mean {figures['mean']:.4f}, max {figures['max']:.3f} nats"
+        figures["nll"] = -trainer_logps.mean().item()
+        words = f"mean {figures['mean']:.4f}, max {figures['max']:.3f} nats, of tokens at {figures['nll']:.1f} nats"
         if kind == SAMPLED:
             figures["kl"] = sampled_kl(difference).item()
             words += f", KL {figures['kl']:.5f}"
