@@ -43,6 +43,7 @@ class Machine:
     capability: float = 0.0  # CUDA compute capability: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
     ranks: int = 1  # Processes of the run.
     here: int = 1  # Processes of the run on this machine, which share its memory.
+    gpu_limit: float | None = None  # GPU_MEM_LIMIT where less than that is free; `gpu_free` is then this.
     has_amd: bool = False  # Whether it has an AMD GPU and no visible NVIDIA one.
 
     @property
@@ -51,6 +52,18 @@ class Machine:
         if self.has_amd:
             return "the GPU here is AMD's, which is not supported, and no NVIDIA one is visible"
         return "no GPU is visible"
+
+    @property
+    def gpu_memory_text(self) -> str:
+        """How much of the GPU's memory a run may take, as a clause."""
+        free = f"{self.gpu_free:.1f} of {self.gpu_total:.1f} GiB"
+        return f"{free} are free" if self.gpu_limit is None else f"GPU_MEM_LIMIT allows {free}"
+
+    def limited(self, limit: float | None) -> "Machine":
+        """This machine with at most `limit` GiB of the GPU's memory free; None is no limit."""
+        if limit is None or self.gpu_free <= limit:
+            return self
+        return dataclasses.replace(self, gpu_free=limit, gpu_limit=limit)
 
     @property
     def ram_share(self) -> float:

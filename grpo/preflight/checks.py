@@ -173,8 +173,10 @@ def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: P
     if machine.gpus:
         if shortfall := memory_shortfall(plan, machine):
             name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
-            fault = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
-            problems.add(name, fault, memory.memory_advice(settings, inputs))
+            advice = memory.memory_advice(settings, inputs)
+            if machine.gpu_limit is not None:
+                advice = f"Raise GPU_MEM_LIMIT if the GPU has room. {advice}"
+            problems.add(name, f"{machine.gpu_memory_text}, and {shortfall} ({plan.parts})", advice)
     elif plan.weights > 4:
         fault = f"{machine.no_gpu}, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", fault, "Run it where there is an NVIDIA GPU (docs/memory.md), or try MODEL_ID=tiny")

@@ -57,6 +57,8 @@ class Settings:
         "How the learner holds the experts (docs/memory.md): `bf16` dequantized once; `mxfp4` in a third of the "
         "memory; `shared` in vLLM's own copy (Hopper cards); `paged` in host memory while vLLM is awake; `auto`: "
         "beside vLLM the first of shared, bf16 and paged that fits, without vLLM mxfp4 (bf16 on a CPU).")
+    GPU_MEM_LIMIT: float | None = setting("Model", None, "GiB", above=0, high=10_000, resume=True, text=
+        "The most memory of each GPU that the run is planned to take, vLLM included; `auto`: all that is free.")
     LORA_R: int = setting("Model", 4, "rank", tiny=8, low=1, text="Rank of the LoRA adapter.")
     LORA_ALPHA: float = setting("Model", 8.0, tiny=16.0, above=0, high=10_000, text=
         "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.")
