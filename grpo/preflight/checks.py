@@ -19,7 +19,7 @@ from grpo.output.layout import existing_parent
 from grpo.plan import hub, memory
 from grpo.plan.engine_memory import LORA_RANKS
 from grpo.plan.hub import TINY_ACTIONS, ModelConfig, ModelFiles
-from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
+from grpo.plan.machine import GIB, TESTED, Machine, check_compiler, check_packages, check_trackers, installed_versions
 from grpo.plan.memory import Plan, PlanInputs, format_changes, host_shortfall, memory_shortfall
 from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.plan.vllm_model import fixed_faults, vllm_faults
@@ -288,6 +288,7 @@ def check_learning(resolved: ResolvedRun, settings: Settings, problems: Problems
     room in memory and on disk. `settings` may have `auto` where advice may say so, as for batch sizes."""
     machine, use_vllm = resolved.machine, resolved.use_vllm
     check_packages(settings, resolved.versions, problems, use_vllm)
+    check_compiler(settings, machine, problems)
     check_settings(settings, resolved.config, machine, use_vllm, problems)
     check_experts(settings, resolved.config, machine, use_vllm, problems)
     check_computed_model(resolved, problems)

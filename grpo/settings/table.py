@@ -206,7 +206,7 @@ class Settings:
     REPORT_TO: str = setting("Output", "none", resume=True, text=
         "Trackers, separated by commas: none, wandb, tensorboard, trackio.")
     ALLOW_UNTESTED: bool = setting("Output", False, resume=True, text=
-        "Go on with package versions outside the tested range.")
+        "Go on with package versions outside the tested range, and without a C compiler.")
     IGNORE_VARS: str = setting("Output", "", resume=True, text=
         "Variables of other programs that look like mistyped settings, separated by commas.")
     # fmt: on
