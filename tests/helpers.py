@@ -20,8 +20,8 @@ from grpo.plan.hub import TINY_PATH
 
 # What every conftest.py takes from here: fixtures and a hook.
 __all__ = [
-    "build", "claimed_gpu", "compiler", "good_csv", "hub", "import_path", "pytest_collection_modifyitems", "quiet", "saved_adapter",
-    "tiny",
+    "build", "claimed_gpu", "compiler", "good_csv", "hub", "import_path", "pytest_collection_modifyitems", "quiet",
+    "saved_adapter", "tiny",
 ]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_grpo.py"
