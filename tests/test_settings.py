@@ -253,8 +253,8 @@ def test_every_answer_to_a_flag_names_settings_and_values_that_are_accepted():
 # A script of the first users on Hugging Face's stack, as their instructions start it.
 THEIR_COMMAND = """--output-dir outputs_hf --metrics-csv metrics_hf.csv --generations-csv generations_hf.csv
     --max-seq-length 5000 --num-generations 4 --per-device-train-batch-size 1 --gradient-accumulation-steps 8
-    --learning-rate 5e-5 --quantization 4bit --compute-dtype bf16 --attn-implementation flash_attention_2 --device-map auto
-    --peft-target-parameters 7.mlp.experts.gate_up_proj,7.mlp.experts.down_proj --torch-compile
+    --learning-rate 5e-5 --quantization 4bit --compute-dtype bf16 --attn-implementation flash_attention_2
+    --device-map auto --peft-target-parameters 7.mlp.experts.gate_up_proj,7.mlp.experts.down_proj --torch-compile
     --resume-from-checkpoint latest"""
 
 

@@ -98,6 +98,8 @@ class Settings:
         "demo's rows, else none; empty: no simulation.")
     SYSTEM_PROMPT: str = setting("Data", "", text=
         "System message of rows that are not rendered and have none.")
+    PROMPT_TEMPLATE: str = setting("Data", "{}", text=
+        "Text of the user's message in rows with one question, where `{}` stands for the question.")
     REASONING_EFFORT: str = setting("Data", "medium", tiny="low", choices=("low", "medium", "high"), text=
         "Reasoning effort that the chat template writes into prompts that are not rendered.")
     PROMPT_DATE: str = setting("Data", "2025-11-06", "date", date=True, text=
@@ -106,8 +108,8 @@ class Settings:
         "Longest prompt that is accepted; a longer one is an error, never cut.")
 
     REWARDS: str | None = setting("Rewards", None, text=
-        "Reward functions, `name=weight,...`: regret, cost, action, best, format, gsm8k, or "
-        "`module:function`; `auto`: regret if every training row has q_action_k, else action.")
+        "Reward functions, `name=weight,...`: regret, cost, action, best, format, gsm8k, gsm8k_strict, "
+        "or `module:function`; `auto`: regret if every training row has q_action_k, else action.")
     INVALID_REWARD: float | None = setting(
         "Rewards", None, "reward", low=-MOST_REWARD, high=MOST_REWARD, nan=True, text=
         "Reward of an answer that cannot be parsed; `auto`: a tenth of the row's range below its worst action; `nan` "
