@@ -200,6 +200,9 @@ class Settings:
 
     OUTPUT_DIR: str = setting("Output", "runs/gpt-oss-20b", tiny="runs/tiny", resume=True, path=True, text=
         "Folder of the run; OUTPUT_DIR.zip is written beside it.")
+    ZIP: str = setting("Output", "all", choices=("all", "no_completions", "adapter"), resume=True, text=
+        "What OUTPUT_DIR.zip holds, for slow lines: `no_completions` leaves out completions.csv, `adapter` all but the "
+        "best and the last adapter and settings.json; tokenizers are the base model's.")
     LOG_PROMPTS: bool = setting("Output", False, text="Write each prompt into completions.csv, beside its completion.")
     SAVE_STEPS: int = setting("Output", 10, "steps", tiny=50, low=1, resume=True, text="Steps between checkpoints.")
     SAVE_TOTAL_LIMIT: int = setting("Output", 3, "checkpoints", low=1, resume=True, text="Checkpoints that are kept.")
