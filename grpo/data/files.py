@@ -255,6 +255,9 @@ def make_rows(
     for number, (where, columns) in enumerate(records, 1):
         rewards = read_numbers(where, columns, names, problems)
         columns |= rewards
+        info = columns.get("extra_info")  # Where verl's own data sets keep the answer.
+        if isinstance(info, dict) and info.get("answer") and columns.get("answer") is None:
+            columns["answer"] = info["answer"]
         # In `columns` the values stay text, because `data_fingerprint`, which identifies a run's data, includes it.
         q = read_numbers(where, columns, q_names, problems)
         messages, trl_prompt = read_messages(where, columns, system, problems)
