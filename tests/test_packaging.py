@@ -207,8 +207,8 @@ def test_a_shell_finds_the_compatibility_library_again(setup, tmp_path):
         assert done.returncode == 0, done.stderr
         (tmp_path / ".venv/.setup-stamp").write_text("gpu changed\n")
     command = f"source {tmp_path}/.venv/bin/activate && echo $LD_LIBRARY_PATH"
-    found = subprocess.run(["bash", "-c", command], env={"LD_LIBRARY_PATH": "/mine"}, capture_output=True, text=True)
-    assert found.stdout == f"{folder}:/mine\n"
+    shell = subprocess.run(["bash", "-c", command], env={"LD_LIBRARY_PATH": "/mine"}, capture_output=True, text=True)
+    assert shell.stdout == f"{folder}:/mine\n"
 
 
 PLAIN = ["pip torch==T+cpu", "pip requirements-cpu.txt"]

@@ -124,6 +124,7 @@ def choose_checkpointing(settings: Settings, inputs: PlanInputs) -> Choice[bool]
 
 
 def free_memory_text(machine: Machine, share: float) -> str:
+    """How much memory a batch may fill, with the reason for the limit."""
     where = "GiB free on the GPU" if machine.gpus else "GiB of free memory"
     if machine.gpu_limit is not None:
         where = "GiB that GPU_MEM_LIMIT allows"
