@@ -5,7 +5,7 @@
     export MODEL_ID=my/llama TASK=gsm8k OUTPUT_DIR=runs/verl
     python scripts/verl/run.py grpo --dry-run      # checks everything, prints verl's command
     python scripts/verl/run.py grpo trainer.total_training_steps=200
-    bash scripts/verl/recipes/llama32_gsm8k/run.sh sft ppo merge upload     # all of it, of one guide
+    bash scripts/verl/recipes/llama32_gsm8k/run.sh sft ppo merge upload  # all of it
 
 Writes OUTPUT_DIR/data and starts verl with the stage's YAML in scripts/verl/ (docs/verl.md).
 Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
