@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # SFT, PPO with a critic (or GRPO), merge and upload of Llama 3.2 1B on GSM8K, with the values of the first users' guide to
-# verl (recipe_*.yaml), on the 1 to 8 GPUs of one node that are visible:
+# verl (recipe_*.yaml), on the GPUs of one node that are visible: 1, 2, 4 or 8, as batches are shared out evenly.
 #
 #   export DATA=openai/gsm8k:main EVAL_DATA=openai/gsm8k:main:test OUTPUT_DIR=runs/llama HF_REPO=team/name
 #   export WANDB_ENTITY=team            # after `hf auth login` and `wandb login`; WANDB_MODE=offline needs no account
