@@ -110,7 +110,8 @@ import ctypes
 cuda, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
 code = cuda.cuInit(0) or cuda.cuDriverGetVersion(ctypes.byref(version))
 words = {803: ", it does not go with the driver", 804: ", it is not for this card"}
-print(f"CUDA error {code}{words.get(code, str())}" if code else "" if version.value >= 13000 else "it is older than CUDA 13")' 2>/dev/null ||
+old = "" if version.value >= 13000 else "it is older than CUDA 13"
+print(f"CUDA error {code}{words.get(code, str())}" if code else old)' 2>/dev/null ||
         echo "it cannot be loaded"
 }
 

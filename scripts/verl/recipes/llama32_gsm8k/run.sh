@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# SFT, PPO with a critic (or GRPO), merge and upload of Llama 3.2 1B on GSM8K, with the values of the first users' guide to
-# verl (recipe_*.yaml), on the GPUs of one node that are visible: 1, 2, 4 or 8, as batches are shared out evenly.
+# SFT, PPO with a critic (or GRPO), merge and upload of Llama 3.2 1B on GSM8K, with the values of the first users' guide
+# to verl (recipe_*.yaml), on the GPUs of one node that are visible: 1, 2, 4 or 8, as batches are shared out evenly.
 #
 #   export DATA=openai/gsm8k:main EVAL_DATA=openai/gsm8k:main:test OUTPUT_DIR=runs/llama HF_REPO=team/name
 #   export WANDB_ENTITY=team            # after `hf auth login` and `wandb login`; WANDB_MODE=offline needs no account
@@ -21,8 +21,8 @@ set -euo pipefail
 # Where a cluster has its software in modules, and the environment in conda:
 #   module reset && module load nccl/2.22.3 hpcx/2.18.1-gcc-cuda12/hpcx-mt miniconda/24.7.1-py311
 #   source "$(conda info --base)/etc/profile.d/conda.sh" && conda activate "$CONDA_PATH"
-# verl's FSDP has no use for NVTE_FUSED_ATTN (TransformerEngine's). NCCL_SOCKET_IFNAME is needed where NCCL takes a wrong
-# network; `ip -brief address` lists them. scripts/verl/run.py takes ROCR_VISIBLE_DEVICES out, at which verl stops.
+# verl's FSDP has no use for NVTE_FUSED_ATTN (TransformerEngine's). NCCL_SOCKET_IFNAME is needed where NCCL takes a
+# wrong network (`ip -brief address`). scripts/verl/run.py takes ROCR_VISIBLE_DEVICES out, at which verl stops.
 
 # sbatch runs a copy of this file, from elsewhere.
 here=$(dirname "${BASH_SOURCE[0]}")
@@ -32,7 +32,7 @@ export OUTPUT_DIR=${OUTPUT_DIR:-runs/llama32_gsm8k} MODEL_ID=${MODEL_ID:-meta-ll
 export REWARDS=${REWARDS-gsm8k_strict} SYSTEM_PROMPT=${SYSTEM_PROMPT-}
 export PROMPT_TEMPLATE=${PROMPT_TEMPLATE-'{} Let'"'"'s think step by step and output the final answer after "####".'}
 # CUDA reserves far more addresses than memory: a cluster's limit on them ends a run.
-ulimit -v unlimited 2>/dev/null || [ "$(ulimit -v)" = unlimited ] || echo "ulimit -v is $(ulimit -v) KiB, CUDA may need more" >&2
+ulimit -v unlimited 2>/dev/null || echo "ulimit -v stays at $(ulimit -v) KiB, and CUDA may need more" >&2
 
 run() {
     printf '+ %s\n' "$*"
