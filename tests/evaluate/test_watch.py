@@ -49,6 +49,8 @@ def test_it_shows_how_busy_the_gpus_of_this_machine_are(tmp_path, monkeypatch):
         assert len(lines) == expected, answer
         if lines:
             assert lines[0] == "GPU 0 now   97% busy, 61.5 of 79.6 GiB, 512.30 W, 61 C"
+    write_commands(tmp_path / "bin", {"nvidia-smi": "echo '0, 97, 62976, 81559, 512.30, 61'"})
+    assert " now " in text_of(folder)
     (folder / COMPLETE).write_text(json.dumps({"steps": 30}))
     assert " now " not in text_of(folder)
 
