@@ -228,6 +228,13 @@ def test_memory():
         assert problem.endswith(way_on)
 
 
+def test_a_run_on_a_gpu_without_a_compiler_is_refused(tiny_run, monkeypatch):
+    monkeypatch.setattr("grpo.plan.machine.compiler_fault", lambda: "there is no gcc")
+    for machine, refused in ((H100, True), (CPU, False)):
+        problems = tiny_run(machine=machine).problems
+        assert any(problem.startswith("compiler: Triton compiles") for problem in problems) == refused
+
+
 @pytest.mark.parametrize("capability", [8.0, 9.0])
 def test_the_plan_stays_below_the_limit_of_gpu_memory(tiny_run, capability):
     """With vLLM and without; a limit above what is free changes nothing."""
