@@ -210,6 +210,8 @@ def choose_expected_reward(settings: Settings, rows: Sequence[Row], names: Seque
     """EXPECTED_REWARD; `names` as in `expected_reward_obstacles`."""
     if settings.EXPECTED_REWARD is False:
         return Choice(False, "set by EXPECTED_REWARD")
+    if settings.EXPECTED_REWARD is None and not settings.DIRECT_ANSWERS:
+        return Choice(False, "sampled answers learn as much without its forward pass (docs/answers.md)")
     for obstacle in expected_reward_obstacles(settings, rows, names):
         return Choice(False, obstacle)
     functions = ", ".join(names)

@@ -117,8 +117,8 @@ class Settings:
     SCALE_REWARDS: str | None = setting("Rewards", None, choices=("group", "batch", "none"), text=
         "Divide advantages by the standard deviation of the group, of the batch, or not at all; `auto`: group.")
     EXPECTED_REWARD: bool | None = setting("Rewards", None, text=
-        "Learn at the answer `[k]` from the rewards of all actions, each by its probability; `auto`: where all rows "
-        "have reward_action_k and REWARDS hold a function of the action alone.")
+        "Learn at the answer `[k]` from the rewards of all actions, each by its probability; `auto`: only with "
+        "DIRECT_ANSWERS.")
     DIRECT_ANSWERS: bool = setting("Rewards", False, text=
         "End every prompt in the final channel with `[`, so that one token is the answer (docs/answers.md).")
     MASK_TRUNCATED: bool = setting("Rewards", False, text=
@@ -166,7 +166,7 @@ class Settings:
         "Optimizer steps of the whole run, resumed parts included.")
     NUM_TRAIN_EPOCHS: float | None = setting("Learner", None, "epochs", above=0, high=1e6, resume=True, text=
         "Length of the run in epochs over the training rows; `auto`: TOTAL_STEPS decides.")
-    LEARNING_RATE: float = setting("Learner", 5e-5, tiny=4e-3, above=0, high=1, text="Peak learning rate of AdamW.")
+    LEARNING_RATE: float = setting("Learner", 1e-4, tiny=4e-3, above=0, high=1, text="Peak learning rate of AdamW.")
     LR_SCHEDULER: str = setting(
         "Learner", "constant_with_warmup", tiny="linear",
         choices=("constant", "constant_with_warmup", "linear", "cosine"), text=

@@ -28,7 +28,7 @@ from grpo.process.ending import ExitCode
 from grpo.settings.help import setting_rows
 from grpo.settings.parsing import MAY_CHANGE
 from grpo.settings.table import Settings
-from scripts.dev import architecture
+from scripts.dev import architecture, language_tables
 
 PROMPT_TOKENS = 940  # of the longest TES prompt
 LENGTHS = (512, Settings.MAX_COMPLETION_LEN)  # of the completions in the README's table of cards
@@ -105,6 +105,11 @@ def exit_codes() -> str:
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"cards": fitting_cards},
+    "docs/choosing.md": {"sweep": language_tables.sweep_table},
+    "docs/maintainers/language.md": {
+        "gains": language_tables.gains_table,
+        "completions": language_tables.completions_table,
+    },
     "docs/report.md": {"exit codes": exit_codes},
     "docs/settings.md": {"settings": settings_tables},
     "docs/metrics.md": {

@@ -109,7 +109,7 @@ def config_values(config: LlamaConfig) -> dict[str, Any]:
         "rope_theta": rope_theta,
         "rope_scaling": rope | {"original_max_position_embeddings": length},
         "swiglu_limit": GATE_LIMIT,
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": float(f"{config.rms_norm_eps:.6g}"),  # A GGUF file holds 1e-5 as a float32.
     }
 
 

@@ -46,7 +46,7 @@ def test_what_may_not_continue(tmp_path):
     settings, folder = run_dir(tmp_path)
     assert not inspect(settings, TOTAL_STEPS=20, SAVE_STEPS=3)[1], "a longer run is the same run"
     problem = only(inspect(settings, LEARNING_RATE=1e-6)[1])
-    assert "LEARNING_RATE: the run in" in problem and "started with 5e-05, now it is 1e-06" in problem
+    assert "LEARNING_RATE: the run in" in problem and "started with 0.0001, now it is 1e-06" in problem
     assert "LOG_PROMPTS=0 to continue it" in only(inspect(settings, LOG_PROMPTS=True)[1]), "it adds a column"
     problem = only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
     assert "an earlier version held other rows out: finish the run with that version" in problem
@@ -294,7 +294,7 @@ def test_damaged_records_are_refused_or_passed_over(tmp_path):
     (folder / "checkpoint-4" / MANIFEST).write_text('{"files": {}, "ends": {"metrics.csv": [-1, "0"]}}')
     assert "the rows of metrics.csv up to checkpoint-4 were edited or damaged" in only(inspect(settings)[1])
     record = json.dumps(sealed(json.loads((folder / "settings.json").read_text())))
-    for text in ("", record.replace("5e-05", "6e-05"), '{"settings": 1, "data_sha256": ""}'):
+    for text in ("", record.replace("0.0001", "0.0002"), '{"settings": 1, "data_sha256": ""}'):
         (folder / "settings.json").write_text(text)
         problem = only(inspect(settings)[1])
         assert "its settings.json is damaged" in problem and "Put another copy in its place (the run" in problem

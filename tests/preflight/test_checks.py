@@ -86,13 +86,13 @@ def test_importance_ratios_need_the_log_probs_of_all_tokens():
     assert only(problems).endswith("Set TOP_P=1")
 
 
-def test_expected_rewards_are_on_by_themselves_and_refused_where_they_cannot_be(tiny_run):
-    resolved = tiny_run(REWARDS="format,regret")
+def test_expected_rewards_are_off_by_themselves_and_refused_where_they_cannot_be(tiny_run):
+    resolved = tiny_run()
+    assert not resolved.problems and not resolved.settings.EXPECTED_REWARD and not resolved.action_functions
+    resolved = tiny_run(REWARDS="format,regret", EXPECTED_REWARD=1)
     expected = resolved.choices["EXPECTED_REWARD"]
     assert resolved.settings.EXPECTED_REWARD and expected.value and resolved.action_functions == (1,)
     assert "format" not in expected.reason and "regret" in expected.reason
-    resolved = tiny_run(TOP_P=0.9)
-    assert not resolved.problems and not resolved.settings.EXPECTED_REWARD and not resolved.action_functions
     problem = only(tiny_run(TOP_P=0.9, EXPECTED_REWARD=1).problems)
     assert problem.startswith("EXPECTED_REWARD: it cannot be used: TOP_P") and "EXPECTED_REWARD=auto" in problem
 

@@ -34,7 +34,8 @@ def source(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>").save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(vocabulary), hidden_size=96, intermediate_size=256, num_hidden_layers=2, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, rope_theta=1e5, rms_norm_eps=1e-5,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, rope_theta=1e5,
+        rms_norm_eps=9.999999747378752e-06,  # As a GGUF file holds 1e-5, which vLLM must be told.
         tie_word_embeddings=True, initializer_range=0.15,
     )  # fmt: skip
     torch.manual_seed(0)
