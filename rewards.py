@@ -7,6 +7,7 @@ weight:
     REWARDS=action                          # the CSV's reward_action_k of the action that was answered
     REWARDS=action,format=0.1               # plus a tenth of a point for an answer that is exactly `[k]`
     REWARDS=gsm8k                           # 1 where the number behind #### is that of the column `answer`
+    REWARDS=gsm8k_strict                    # the same, only where the answer says `#### 42`
     REWARDS=my_rewards:near                 # my_rewards.py in the current folder, function `near`
 
 A reward function takes lists with one entry per completion, by keyword, and returns a number for each. Every column of
@@ -33,6 +34,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from grpo.harmony import final_channel, parse_action
@@ -163,18 +165,54 @@ def gsm8k(
     >>> gsm8k(["assistantfinal#### 42"] * 2, answer=["#### 42"] * 2, truncated=[False, True])
     [1.0, 0.0]
     """
+    return _number_scores(number_of, completions, answer, truncated)
+
+
+HASHED_NUMBER = re.compile(r"####\s*(-?\d[\d,]*(?:\.\d+)?)(?!\S)")
+
+
+def hashed_number(text: str) -> Fraction | None:
+    """The number of the last `#### <num>`, which begins with a digit or a minus sign and ends with a space or the text.
+
+    >>> [str(hashed_number(text)) for text in ("#### 1,050", "####-3.5 m", "#### 42.", "#### $42", "42")]
+    ['1050', '-7/2', 'None', 'None', 'None']
+    """
+    numbers: list[str] = HASHED_NUMBER.findall(text)
+    return Fraction(numbers[-1].replace(",", "")) if numbers else None
+
+
+def gsm8k_strict(
+    completions: Sequence[str], *, answer: Sequence[str], truncated: Sequence[bool] | None = None, **columns: Column
+) -> list[float]:
+    """As `gsm8k`, but the final channel must state its number as `#### <num>` (`hashed_number`).
+
+    >>> gsm8k_strict(["assistantfinalIt is 42.", "assistantfinalIt is\\n#### 42"], answer=["#### 42"] * 2)
+    [0.0, 1.0]
+    """
+    return _number_scores(hashed_number, completions, answer, truncated)
+
+
+def _number_scores(
+    read: Callable[[str], Fraction | None],
+    completions: Sequence[str],
+    answer: Sequence[str],
+    truncated: Sequence[bool] | None,
+) -> list[float]:
+    """1.0 for each completion in whose final channel `read` finds the number of the row's `answer`, else 0.0."""
     scores = []
     for text, expected, cut in zip(completions, answer, truncated or [False] * len(completions), strict=True):
         if (value := gold_number(str(expected))) is None:
             raise ValueError(f"the column `answer` is not one number: {expected!r}")
-        scores.append(float(not cut and number_of(final_channel(text) or "") == value))
+        scores.append(float(not cut and read(final_channel(text) or "") == value))
     return scores
 
 
 # ACTION_REWARDS score the answered action, and take INVALID_REWARD for completions without one.
 Reward = Callable[..., list[float]]
 ACTION_REWARDS: dict[str, Reward] = {score.__name__: score for score in (action, best, regret, cost)}
-REWARD_FUNCTIONS: dict[str, Reward] = ACTION_REWARDS | {"format": format, "gsm8k": gsm8k}
+REWARD_FUNCTIONS: dict[str, Reward] = ACTION_REWARDS | {
+    score.__name__: score for score in (format, gsm8k, gsm8k_strict)
+}
 
 
 def best_action(row: Sequence[float]) -> int:

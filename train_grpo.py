@@ -112,7 +112,7 @@ def launch(resolved: ResolvedRun) -> Outcome:
         ranks.share_problem(problem)
     except RankLost as lost:
         return run.report_lost(lost)
-    return run.run_to_the_end(lambda: train(resolved), write_report_and_zip)
+    return run.run_to_the_end(lambda: train(resolved), lambda folder: write_report_and_zip(folder, s.ZIP))
 
 
 def train(resolved: ResolvedRun) -> Finished:
@@ -195,14 +195,15 @@ def finish(trainer: Trainer, progress: Progress, started: float) -> Finished:
             trainer.write_model_card(folder)  # Rewritten here so that it includes the final figures.
         stop.at_once = False
     interrupted_by, steps = stop.signal, trainer.state.global_step  # A signal from here on interrupts nothing any more.
-    write_report_and_zip(folder)
+    write_report_and_zip(folder, trainer.run.settings.ZIP)
     if not interrupted_by:
         mark_complete(folder, steps)
     return Finished(folder, steps, time.monotonic() - started, interrupted_by)
 
 
-def write_report_and_zip(folder: Path) -> None:
-    """Writes the report and the zip of OUTPUT_DIR. An error in the report is only logged."""
+def write_report_and_zip(folder: Path, contents: str = "all") -> None:
+    """Writes the report and the zip of OUTPUT_DIR, with the `contents` that ZIP names. An error in the report is only
+    logged."""
     with Phase("writing the report and the zip") as phase:
         try:
             # Imported here, so that without matplotlib or jinja2 only the report is missing.
@@ -212,7 +213,7 @@ def write_report_and_zip(folder: Path) -> None:
         except Exception as error:
             command = f"python scripts/report.py {folder}"
             log.warning("no report was written (%s); try again with: %s", format_exception(error), command)
-        phase.result = f"{write_zip(folder).stat().st_size / 1e6:.1f} MB"
+        phase.result = f"{write_zip(folder, contents).stat().st_size / 1e6:.1f} MB"
 
 
 if __name__ == "__main__":

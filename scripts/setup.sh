@@ -24,7 +24,8 @@ nothing.
 Settings (environment variables):
   VENV=DIR          where to make the environment; a relative path is taken from the project's folder (.venv)
   PYTHON=FILE       the Python to use
-  ALLOW_UNTESTED=1  go on beside an NVIDIA driver that is too old
+  ALLOW_UNTESTED=1  go on beside an NVIDIA driver that is too old. Not needed where CUDA's forward-compatibility package
+                    is installed: it is looked for in LD_LIBRARY_PATH, CUDA_HOME, CONDA_PREFIX and /usr/local/cuda*
 
 Exit codes: 0 done; 1 a package could not be installed; 2 wrong option, or a folder that this script will not touch;
 3 no fitting Python; 4 the system lacks something (driver, C library, compiler); 5 installed, but the check afterwards
@@ -101,15 +102,52 @@ done
 say "python: $(command -v "$python"), version $version"
 
 # --- does the system fit? ----------------------------------------------------------------------------------------------
+# Prints nothing if the libcuda.so.1 that is found first, with folder $1 before all others, serves this GPU and CUDA 13;
+# else why not. Only the library knows: cuInit returns 803 or 804 where forward compatibility is not for driver or card.
+libcuda_fault() {
+    LD_LIBRARY_PATH="$1${1:+${LD_LIBRARY_PATH:+:}}${LD_LIBRARY_PATH:-}" "$python" -c '
+import ctypes
+cuda, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+code = cuda.cuInit(0) or cuda.cuDriverGetVersion(ctypes.byref(version))
+words = {803: ", it does not go with the driver", 804: ", it is not for this card"}
+old = "" if version.value >= 13000 else "it is older than CUDA 13"
+print(f"CUDA error {code}{words.get(code, str())}" if code else old)' 2>/dev/null ||
+        echo "it cannot be loaded"
+}
+
+# Goes on beside an older driver if a forward-compatibility library is there and works; `compat` becomes its folder.
+use_compat_library() {
+    local folder fault refused=""
+    local known=(${CUDA_HOME:+"$CUDA_HOME/compat"} ${CONDA_PREFIX:+"$CONDA_PREFIX/cuda-compat"})
+    for folder in "" "${known[@]}" /usr/local/cuda*/compat{,/lib}; do
+        [ -z "$folder" ] || [ -e "$folder/libcuda.so.1" ] || continue
+        fault=$(libcuda_fault "$folder")
+        if [ -z "$fault" ]; then
+            compat=$folder
+            say "driver $driver goes with CUDA 13 by the forward-compatibility library${folder:+ in $folder}"
+            return
+        fi
+        [ -z "$folder" ] || refused="$refused The library in $folder does not do it: $fault."
+    done
+    local old="the NVIDIA driver is $driver; torch here is built for CUDA 13, which needs driver $MIN_DRIVER or newer"
+    local advice="Install CUDA's forward-compatibility package (cuda-compat-13-0 from NVIDIA's package repository, or
+  cuda-compat from conda-forge), or work in a CUDA 13 container, whose image brings it; then run this script again"
+    case "$gpu" in
+        *GeForce* | *RTX* | *GTX* | *TITAN* | *Quadro*)
+            advice="Take an image with driver $MIN_DRIVER: CUDA's forward compatibility is for data-center cards"
+            ;;
+    esac
+    [ "${ALLOW_UNTESTED:-0}" = 1 ] || die 4 "$old.$refused $advice (docs/install.md#older-drivers)"
+    warn "$old.$refused Continuing because ALLOW_UNTESTED=1"
+}
+
+compat=""
 if [ "$kind" = gpu ]; then
     driver=$(cut -d, -f2 <<<"$gpu" | tr -d ' ')
     if [ -z "$gpu" ]; then
         warn "no GPU is seen: the set is installed, but whether it runs cannot be checked"
     elif ! [ "${driver%%.*}" -ge "$MIN_DRIVER" ] 2>/dev/null; then
-        old="the NVIDIA driver is $driver; torch here is built for CUDA 13, which needs driver $MIN_DRIVER or newer"
-        [ "${ALLOW_UNTESTED:-0}" = 1 ] ||
-            die 4 "$old. Take an image with a newer driver (docs/install.md#older-drivers has another way)"
-        warn "$old. Continuing because ALLOW_UNTESTED=1"
+        use_compat_library
     fi
     # With an older C library packages have no wheel: llguidance below 2.31 on x86_64, pynvvideocodec below 2.34 on aarch64.
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d' ' -f2) || glibc="0 (another C library)"
@@ -144,6 +182,12 @@ if [ "$kind" = cpu ]; then
 fi
 "$vpython" -m pip install -r "$requirements" || die 1 "pip could not install $requirements (its messages are above)"
 
+if [ -n "$compat" ]; then
+    export LD_LIBRARY_PATH="$compat${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    grep -qsF "$compat" "$venv/bin/activate" ||
+        printf 'export LD_LIBRARY_PATH=%q"${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"\n' "$compat" >>"$venv/bin/activate"
+    say "$venv/bin/activate puts $compat first on LD_LIBRARY_PATH: source it in every shell that trains"
+fi
 device=cpu
 [ "$kind" = cpu ] || [ -z "$gpu" ] || device=cuda
 "$vpython" -c 'import sys, torch; torch.ones(2, device=sys.argv[1]).sum().item(); print("setup: torch", torch.__version__)' "$device" ||

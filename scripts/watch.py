@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Follow a run in the terminal: step, time left, reward, parse rate, lengths, GPU, last warnings and evaluations.
+"""Follow a run in the terminal: step, time left, reward, parse rate, lengths, GPU (its use too, where nvidia-smi is
+there), last warnings and evaluations.
 
     python scripts/watch.py runs/first     # ends with the run, or by Ctrl-C, which leaves the run alone
 
@@ -14,6 +15,7 @@ import contextlib
 import fcntl
 import math
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -75,6 +77,20 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
     return pace.time_left(step) or TIME_UNKNOWN
 
 
+def gpu_lines() -> list[str]:
+    """What nvidia-smi says about each GPU of this machine at the moment, which the run may not be on; [] without it."""
+    query = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used,memory.total,power.draw,temperature.gpu"]
+    lines = []
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        command = [*query, "--format=csv,noheader,nounits"]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+        for line in output.splitlines():
+            index, busy, used, total, power, degrees = (cell.strip() for cell in line.split(","))
+            memory = f"{int(used) / 1024:.1f} of {int(total) / 1024:.1f} GiB"
+            lines.append(f"GPU {index} now   {busy}% busy, {memory}, {power} W, {degrees} C")
+    return lines
+
+
 def frame(folder: Path) -> tuple[list[str], bool]:
     """The lines to show now, and whether the run is complete. Reads all files again: the run may be another."""
     settings = object_at(read_json(folder / "settings.json"), "settings")
@@ -92,6 +108,8 @@ def frame(folder: Path) -> tuple[list[str], bool]:
         lines.append(f"length      {last['tokens_mean']:,.0f} tokens, longest {last['tokens_max']:,.0f}")
     if not math.isnan(last["gpu_peak_gib"]):
         lines.append(f"GPU         {last['gpu_peak_gib']:.1f} GiB")
+    if status != DONE:
+        lines += gpu_lines()
     return [*lines, *news], status == DONE
 
 

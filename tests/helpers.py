@@ -20,8 +20,8 @@ from grpo.plan.hub import TINY_PATH
 
 # What every conftest.py takes from here: fixtures and a hook.
 __all__ = [
-    "build", "claimed_gpu", "good_csv", "hub", "import_path", "pytest_collection_modifyitems", "quiet", "saved_adapter",
-    "tiny",
+    "build", "claimed_gpu", "compiler", "good_csv", "hub", "import_path", "pytest_collection_modifyitems", "quiet",
+    "saved_adapter", "tiny",
 ]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_grpo.py"
@@ -162,6 +162,12 @@ def quiet() -> Iterator[Callable[[], None]]:
     logging.captureWarnings(False)
     for name, handler in signals.items():
         signal.signal(name, handler)
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines that tests pretend to have can compile, whatever this one has."""
+    monkeypatch.setattr("grpo.plan.machine.compiler_fault", lambda: "")
 
 
 @pytest.fixture

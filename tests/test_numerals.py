@@ -123,6 +123,21 @@ def test_what_is_no_number(text, reason):
         rewards.gsm8k(["assistantfinal42"], answer=[text])
 
 
+STRICT = [  # (answer, whether `gsm8k` and `gsm8k_strict` take it for 1050)
+    ("so\n#### 1050", True, True), ("####1,050 apples", True, True), ("#### 1 is wrong. #### 1050.0", True, True),
+    ("so 1050", True, False), ("\\boxed{1050}", True, False), ("#### $1050", True, False), ("#### 1050.", True, False),
+    ("#### 1 #### 2", False, False), ("####", False, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "lenient", "strict"), STRICT)
+def test_a_strict_answer_says_its_number_behind_the_mark(text, lenient, strict):
+    completions, answer = [f"analysis#### 1050assistantfinal{text}"], ["7 * 150 = 1050\n#### 1,050"]
+    assert rewards.gsm8k(completions, answer=answer) == [lenient]
+    assert rewards.gsm8k_strict(completions, answer=answer) == [strict]
+    assert rewards.gsm8k_strict(completions, answer=answer, truncated=[True]) == [0.0]
+
+
 GOLD = [
     ("Ben has 7 * 6 = <<7*6=42>>42 pens.\n#### 42", 42, "GSM8K's own form"),
     ("42", 42, "the number alone"),

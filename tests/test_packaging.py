@@ -97,8 +97,8 @@ def setup(tmp_path, monkeypatch):
     return run
 
 
-def gpu(driver):
-    return {"nvidia-smi": f"echo 'NVIDIA H100 80GB HBM3, {driver}, 9.0'"}
+def gpu(driver, name="NVIDIA H100 80GB HBM3"):
+    return {"nvidia-smi": f"echo '{name}, {driver}, 9.0'"}
 
 
 OLD_DRIVER = "ERROR: the NVIDIA driver is 570.86.15"
@@ -114,6 +114,14 @@ OLD_PYTHONS = dict.fromkeys(["python3", "python3.11", "python3.12", "python3.13"
         ([], {}, {"nvidia-smi": "exit 9"}, None, "set: cpu, from requirements-cpu.txt"),
         ([], {}, gpu("580.10"), None, "set: gpu, from requirements.txt"),
         ([], {"ALLOW_UNTESTED": "0"}, gpu("570.86.15"), 4, OLD_DRIVER),
+        (
+            [],
+            {"ALLOW_UNTESTED": "0"},
+            gpu("570.86.15", "NVIDIA GH200 480GB"),
+            4,
+            "Install CUDA's forward-compatibility",
+        ),
+        ([], {"ALLOW_UNTESTED": "0"}, gpu("570.86.15", "NVIDIA GeForce RTX 4090"), 4, "is for data-center cards"),
         ([], {"ALLOW_UNTESTED": "1"}, gpu("570.86.15"), None, "because ALLOW_UNTESTED=1"),
     ],
 )
@@ -122,7 +130,41 @@ def test_setup_decides_before_anything_is_made(setup, tmp_path, arguments, setti
     done = setup(*arguments, "--dry-run", commands=commands, **settings)
     assert message in done.stdout + done.stderr and code in (None, done.returncode), done.stderr
     assert ("needs driver 580" in done.stderr) == ("570.86.15" in commands.get("nvidia-smi", ""))
-    assert (OLD_DRIVER in done.stderr) == (message == OLD_DRIVER) and not (tmp_path / ".venv").exists()
+    assert (OLD_DRIVER in done.stderr) == (code == 4 and "570.86.15" in commands["nvidia-smi"]) and not (
+        tmp_path / ".venv"
+    ).exists()
+
+
+LIBCUDA = """
+int cuInit(unsigned flags) {{ return {code}; }}
+int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="a stand-in for libcuda has to be compiled")
+@pytest.mark.parametrize(
+    ("code", "version", "message"),
+    [
+        (0, 13000, "goes with CUDA 13 by the forward-compatibility library in "),
+        (804, 13000, "it is not for this card"),
+        (0, 12080, "it is older than CUDA 13"),
+    ],
+)
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CONDA_PREFIX"])
+def test_setup_goes_on_beside_an_old_driver_with_a_library_that_works(
+    setup, tmp_path, code, version, message, variable
+):
+    """What counts is what the library itself says about driver and card, not that it lies there."""
+    folder = tmp_path / {"CUDA_HOME": "compat", "CONDA_PREFIX": "cuda-compat"}[variable]
+    folder.mkdir()
+    (tmp_path / "cuda.c").write_text(LIBCUDA.format(code=code, version=version))
+    library = folder / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "cuda.c"], check=True)
+    unset = dict.fromkeys({"CUDA_HOME", "CONDA_PREFIX", "LD_LIBRARY_PATH"} - {variable})
+    done = setup("--dry-run", commands=gpu("570.86.15"), ALLOW_UNTESTED="0", **unset, **{variable: str(tmp_path)})
+    works = code == 0 and version == 13000
+    assert f"{message}{folder if works else ''}" in done.stdout + done.stderr
+    assert (OLD_DRIVER in done.stderr) == (not works) and (done.returncode != 4 or not works), done.stderr
 
 
 def test_setup_leaves_foreign_folders_alone(setup, tmp_path):
@@ -146,6 +188,29 @@ case "$1 ${2:-}" in
     "-m "*) echo "$2 ${*: -1}" >>"$CALLS"; ! [[ "$2 ${*: -1}" =~ ^($FAIL)$ ]] ;;
 esac
 """
+
+
+def test_a_shell_finds_the_compatibility_library_again(setup, tmp_path):
+    """setup.sh writes it into the environment's activate, once."""
+    folder = tmp_path / "cuda/compat"
+    folder.mkdir(parents=True)
+    (folder / "libcuda.so.1").touch()
+    answers = (
+        f"*version_info*) echo 3.12 ;; *get_path*) echo {tmp_path} ;; *cuInit*) [[ $LD_LIBRARY_PATH == {folder}* ]]"
+    )
+    python = NO_PYTHON.replace("*version_info*) echo 3.12", answers)
+    (tmp_path / "Python.h").touch()
+    settings = {"PYTHON": str(tmp_path / "bin/no-python"), "CALLS": os.devnull, "FAIL": "", "LD_LIBRARY_PATH": "/mine"}
+    commands = {"no-python": python, "gcc": "exit 0", **gpu("570.86.15")}
+    for _ in range(2):
+        done = setup(commands=commands, CUDA_HOME=str(folder.parent), CONDA_PREFIX=None, **settings)
+        assert done.returncode == 0, done.stderr
+        (tmp_path / ".venv/.setup-stamp").write_text("gpu changed\n")
+    command = f"source {tmp_path}/.venv/bin/activate && echo $LD_LIBRARY_PATH"
+    shell = subprocess.run(["bash", "-c", command], env={"LD_LIBRARY_PATH": "/mine"}, capture_output=True, text=True)
+    assert shell.stdout == f"{folder}:/mine\n"
+
+
 PLAIN = ["pip torch==T+cpu", "pip requirements-cpu.txt"]
 BY_UV = ["pip torch==T+cpu", "pip uv==U", "uv torch==T", "pip requirements-cpu.txt"]
 

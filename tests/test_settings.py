@@ -189,7 +189,8 @@ ANSWERED = [
     ("--no-mask-truncated-completions", "set MASK_TRUNCATED=0"),
     ("--no-use-vllm", "set USE_VLLM=0"),
     ("--vllm-mode server", "TRL's argument, no setting here: vLLM runs inside"),
-    ("--quantization 4bit", "set EXPERTS=mxfp4 for the checkpoint's own 4 bits"),
+    ("--quantization 4bit", "set EXPERTS=mxfp4 (the checkpoint's own 4 bits)"),
+    ("--quantization none", "set EXPERTS=bf16 (dequantized once)"),
     ("--compute-dtype bfloat16", "leave it out: it computes in BF16 on a GPU"),
     ("--attn-implementation sdpa", "set ATTN_IMPL=auto (sdpa knows no attention sinks)"),
     ("--attn-implementation flash_attention_2", "set ATTN_IMPL=flash_attention_2"),
@@ -247,6 +248,24 @@ def test_every_answer_to_a_flag_names_settings_and_values_that_are_accepted():
     assert not done.stdout and "usage: [NAME=VALUE ...] python train_grpo.py" in done.stderr
     assert "unrecognized arguments: TOTAL_STEPS=5" in done.stderr
     assert "\n  --quantization 4bit: set EXPERTS=mxfp4" in done.stderr
+
+
+# A script of the first users on Hugging Face's stack, as their instructions start it.
+THEIR_COMMAND = """--output-dir outputs_hf --metrics-csv metrics_hf.csv --generations-csv generations_hf.csv
+    --max-seq-length 5000 --num-generations 4 --per-device-train-batch-size 1 --gradient-accumulation-steps 8
+    --learning-rate 5e-5 --quantization 4bit --compute-dtype bf16 --attn-implementation flash_attention_2
+    --device-map auto --peft-target-parameters 7.mlp.experts.gate_up_proj,7.mlp.experts.down_proj --torch-compile
+    --resume-from-checkpoint latest"""
+
+
+def test_what_the_first_users_typed_is_answered_part_by_part():
+    """What the answers set is accepted together, and every part has an answer."""
+    lines = flag_answers(THEIR_COMMAND.split())
+    assert len(lines) == 15 and not [line for line in lines if "no such setting" in line]
+    environ = dict(re.findall(r": set ([A-Z_]+)=([\w.-]+)", "\n".join(lines)))
+    settings, _, problems = load_settings(environ)
+    assert not problems and (settings.EXPERTS, settings.LORA_TARGETS) == ("mxfp4", "7.experts")
+    assert len(environ) == 6
 
 
 def test_a_terminal_that_cannot_show_a_setting_escapes_it(tmp_path):

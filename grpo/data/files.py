@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo.common import ROOT, Problems, is_text, one_line, path_fault, read_number, split_commas
@@ -255,6 +255,9 @@ def make_rows(
     for number, (where, columns) in enumerate(records, 1):
         rewards = read_numbers(where, columns, names, problems)
         columns |= rewards
+        info = columns.get("extra_info")  # Where verl's own data sets keep the answer.
+        if isinstance(info, dict) and info.get("answer") and columns.get("answer") is None:
+            columns["answer"] = info["answer"]
         # In `columns` the values stay text, because `data_fingerprint`, which identifies a run's data, includes it.
         q = read_numbers(where, columns, q_names, problems)
         messages, trl_prompt = read_messages(where, columns, system, problems)
@@ -325,6 +328,28 @@ def read_rows(setting: str, text: str, problems: Problems, system: str = "") -> 
             fix = "Rename one: rows are identified in the logs by file name and row"
             problems.add(setting, f"{other} and {file} have the same name", fix)
     return rows
+
+
+def in_template(rows: Iterable[Row], template: str) -> list[Row]:
+    """The rows with PROMPT_TEMPLATE in the place of a question, which its {} stands for. Rendered prompts and
+    conversations stay as they are, and `{}` alone changes nothing."""
+
+    def fill(row: Row) -> Row:
+        instructions, question = row.messages[:-1], dict(row.messages[-1:]).get("user")
+        if question is None or any(role not in INSTRUCTING for role, _ in instructions):
+            return row
+        text, prompt = template.replace("{}", question), row.trl_prompt
+        prompt = text if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": text}]
+        return replace(row, messages=(*instructions, ("user", text)), trl_prompt=prompt)
+
+    return list(rows) if template == "{}" else list(map(fill, rows))
+
+
+def template_fault(template: str) -> str:
+    """What is wrong with a PROMPT_TEMPLATE; '' if nothing is."""
+    if tokens := dict.fromkeys(TOKEN.findall(template)):
+        return f"it holds {', '.join(tokens)}: the model reads these as the begin or end of a message"
+    return "" if "{}" in template else "it has no {}, which stands for the row's question"
 
 
 def data_fingerprint(rows: Sequence[Row]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpo.common import ROOT, Problems, one_line, split_commas
-from grpo.data.files import INSTRUCTING, Row, data_fingerprint, find_files, read_rows
+from grpo.data.files import INSTRUCTING, Row, data_fingerprint, find_files, in_template, read_rows, template_fault
 from grpo.data.formats import is_dataset
 from grpo.settings.table import Settings
 
@@ -44,8 +44,18 @@ def names_single_file(text: str, path: str) -> bool:
 
 
 def read_split(settings: Settings, problems: Problems, train_only: bool = False) -> Split:
-    """Read DATA and the held-out rows; with EVAL_SAMPLES=0 nothing is held out. With `train_only`, for programs that
-    evaluate nothing, rows are held out all the same, but not returned, and EVAL_DATA is not read."""
+    """DATA and the held-out rows, their questions in PROMPT_TEMPLATE; with EVAL_SAMPLES=0 nothing is held out. With
+    `train_only`, for programs that evaluate nothing, rows are held out all the same, but not returned, and EVAL_DATA is
+    not read. Rows are held out by the question alone: another template holds out the same ones."""
+    if fault := template_fault(settings.PROMPT_TEMPLATE):
+        problems.add("PROMPT_TEMPLATE", fault, "Write it as in 'Answer the next question: {}'")
+    split = split_rows(settings, problems, train_only)
+    train, heldout = (in_template(rows, settings.PROMPT_TEMPLATE) for rows in (split.train, split.heldout))
+    return replace(split, train=train, heldout=heldout)
+
+
+def split_rows(settings: Settings, problems: Problems, train_only: bool) -> Split:
+    """The rows of `read_split` without PROMPT_TEMPLATE."""
     rows = read_rows("DATA", settings.DATA, problems, settings.SYSTEM_PROMPT)
     if not settings.EVAL_SAMPLES:
         return Split(rows, [], "EVAL_SAMPLES=0: all rows of DATA are training rows")

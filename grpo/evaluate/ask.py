@@ -13,7 +13,7 @@ from typing import Any
 
 import rewards
 from grpo.common import InputError, Problems, printable, split_commas
-from grpo.data.files import REWARD_COLUMN, Row, read_file, read_messages
+from grpo.data.files import REWARD_COLUMN, Row, in_template, read_file, read_messages
 from grpo.data.heldout import Split
 from grpo.data.prepare import prepare_rows
 from grpo.evaluate.models import start_model
@@ -49,7 +49,7 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row
     # --serve only prints commands, which may run on another machine with a GPU.
     machine = Machine(gpus=1) if options.serve else read_machine()
     files = check_model(s, options.adapter, machine, problems)
-    rows = read_prompts(options, s.SYSTEM_PROMPT, problems)
+    rows = in_template(read_prompts(options, s.SYSTEM_PROMPT, problems), s.PROMPT_TEMPLATE)
     if not problems:
         rows = prepare_rows(s, files, problems, Split([], rows, "")).heldout
     if files is None or problems:

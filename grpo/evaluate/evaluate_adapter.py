@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.common import InputError, Problems, split_commas
-from grpo.data.files import data_fingerprint, label, read_rows
+from grpo.data.files import data_fingerprint, in_template, label, read_rows
 from grpo.data.heldout import Split, date_notes, read_split
 from grpo.data.prepare import prepare_rows
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, new_results
@@ -137,7 +137,7 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
     evaluation.json has them."""
     s, problems = read_settings(options)
     if split is None:
-        rows = read_rows("--data", ",".join(options.data), problems, s.SYSTEM_PROMPT)
+        rows = in_template(read_rows("--data", ",".join(options.data), problems, s.SYSTEM_PROMPT), s.PROMPT_TEMPLATE)
         path = output_path(options, label(rows[0].file).replace("/", "-") if rows else "rows", problems)
     else:
         rows, path = split.heldout, output_path(options, "heldout", problems)

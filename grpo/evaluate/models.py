@@ -130,7 +130,7 @@ def start_vllm_model(
     plan = plan_engine(s, files.config, machine, longest, 0.0)
     if plan.cache < plan.cache_least:
         need = plan.weights + plan.scratch + plan.cache_least
-        raise EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_free:.1f} are free")
+        raise EngineError(f"it needs {need:.1f} GiB of the GPU, {machine.gpu_memory_text}")
     stops = stop_tokens(load_generation_config(path), tokenizer)
     engine = start_engine(s, plan, path, stops)
     engine.wake()
@@ -186,6 +186,7 @@ def start_model(
     if problem := fetch_weights(settings.MODEL_ID, files):
         raise InputError(problem)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    machine = machine.limited(settings.GPU_MEM_LIMIT)
     if use_vllm:
         return start_vllm_model(settings, files, adapter, machine, prompts)
     attention = "eager"

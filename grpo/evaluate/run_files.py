@@ -14,7 +14,7 @@ from typing import Any
 import pandas
 
 from grpo.common import InputError, Problems, printable, split_commas
-from grpo.data.files import data_fingerprint, read_rows
+from grpo.data.files import data_fingerprint, in_template, read_rows
 from grpo.data.formats import is_dataset
 from grpo.data.heldout import hold_out
 from grpo.figures.text import finite_number, object_at
@@ -94,11 +94,12 @@ def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
     data, system, share = (settings.get(name, "") for name in ("DATA", "SYSTEM_PROMPT", "EVAL_SHARE"))
     if any(is_dataset(name) for name in split_commas(data)):
         return {}  # a report must not need the network
-    rows = read_rows("DATA", data, Problems(), system)
-    candidates = [rows, hold_out(rows, share or 0.0).train]  # a run without EVAL_DATA held rows out
+    rows, template = read_rows("DATA", data, Problems(), system), settings.get("PROMPT_TEMPLATE", "{}")
+    # A run without EVAL_DATA held rows out.
+    candidates = [in_template(split, template) for split in (rows, hold_out(rows, share or 0.0).train)]
     if not rows or record.get("data_sha256") not in [data_fingerprint(split) for split in candidates]:
         return {}
-    return {row.id: "\n".join(text for _, text in row.messages) for row in rows}
+    return {row.id: "\n".join(text for _, text in row.messages) for row in candidates[0]}
 
 
 def read_examples(path: Path, record: Mapping[str, Any]) -> dict[str, pandas.DataFrame]:

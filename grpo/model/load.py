@@ -248,4 +248,5 @@ def unseen_gpu(machine: Machine) -> str | None:
     if not machine.gpus or torch.cuda.is_available():
         return None
     problem = f"{machine.gpu} is there, but torch {torch.__version__} does not see it"
-    return f"torch: {problem}. It needs driver 580 or newer and a build for CUDA: bash scripts/setup.sh"
+    remedy = "Older drivers need a library on LD_LIBRARY_PATH (docs/install.md#older-drivers)"
+    return f"torch: {problem}. It needs driver 580 and a build for CUDA: bash scripts/setup.sh. {remedy}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo.common import ROOT, log
 from grpo.harmony import ANSWER_BEFORE
 from grpo.output.durable import whole_file
-from grpo.output.layout import BEST, TRAINING_LOG, run_folder, zip_path
+from grpo.output.layout import ADAPTER, BEST, BEST_RECORD, SETTINGS, TRAINING_LOG, run_folder, zip_path
 from grpo.settings.table import Settings
 
 TINY = "data/tiny"  # The tiny model's folder in the project.
@@ -82,6 +82,7 @@ To load it, from the folder of this file{path_note}:
 
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl")  # Loading a pickle, such as an optimizer state, runs the code in it.
+ADAPTER_FILES = (ADAPTER, "adapter_config.json", "README.md", SETTINGS, BEST_RECORD)
 FILES_WITH_PATHS = (TRAINING_LOG, "adapter_config.json", "report.html")  # These files name paths of the machine.
 
 
@@ -94,16 +95,25 @@ def without_paths(folder: Path, text: str) -> str:
     return re.sub(rf"(?<![\w.~/-])(?:{paths})(?!\w)", lambda match: replacements[match[0]], text)
 
 
-def write_zip(folder: Path) -> Path:
+def is_zipped(path: Path, contents: str) -> bool:
+    """Whether the file at this path relative to OUTPUT_DIR belongs to the `contents` of its zip, a value of ZIP."""
+    if contents == "adapter":
+        return str(path.parent) in (".", BEST) and path.name in ADAPTER_FILES
+    return contents == "all" or path.name != "completions.csv"
+
+
+def write_zip(folder: Path, contents: str = "all") -> Path:
     """Writes OUTPUT_DIR.zip beside OUTPUT_DIR, whole or not at all, and returns its path. It holds all readable files
-    but pickles, links and unfinished ones, best/ first; this machine's paths are taken out of FILES_WITH_PATHS alone.
-    """
+    but pickles, links and unfinished ones, or those of `contents`, a value of ZIP; best/ comes first. This machine's
+    paths are taken out of FILES_WITH_PATHS alone."""
     with (
         whole_file(zip_path(folder)) as temporary,
         zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive,
     ):
         for path in sorted(folder.rglob("*"), key=lambda path: (not path.is_relative_to(folder / BEST), path)):
             if path.is_symlink() or not path.is_file() or path.suffix in (*PICKLES, ".tmp"):
+                continue
+            if not is_zipped(path.relative_to(folder), contents):
                 continue
             if not os.access(path, os.R_OK):
                 log.warning("the zip lacks %s, which cannot be read", path)

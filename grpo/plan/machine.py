@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ class Machine:
     capability: float = 0.0  # CUDA compute capability: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
     ranks: int = 1  # Processes of the run.
     here: int = 1  # Processes of the run on this machine, which share its memory.
+    gpu_limit: float | None = None  # GPU_MEM_LIMIT where less than that is free; `gpu_free` is then this.
     has_amd: bool = False  # Whether it has an AMD GPU and no visible NVIDIA one.
 
     @property
@@ -51,6 +53,18 @@ class Machine:
         if self.has_amd:
             return "the GPU here is AMD's, which is not supported, and no NVIDIA one is visible"
         return "no GPU is visible"
+
+    @property
+    def gpu_memory_text(self) -> str:
+        """How much of the GPU's memory a run may take, as a clause."""
+        free = f"{self.gpu_free:.1f} of {self.gpu_total:.1f} GiB"
+        return f"{free} are free" if self.gpu_limit is None else f"GPU_MEM_LIMIT allows {free}"
+
+    def limited(self, limit: float | None) -> "Machine":
+        """This machine with at most `limit` GiB of the GPU's memory free; None is no limit."""
+        if limit is None or self.gpu_free <= limit:
+            return self
+        return dataclasses.replace(self, gpu_free=limit, gpu_limit=limit)
 
     @property
     def ram_share(self) -> float:
@@ -140,8 +154,29 @@ def check_packages(settings: Settings, versions: Mapping[str, str | None], probl
     if "/" in attention:
         package, install = "kernels", "bash scripts/setup.sh --gpu"
     if package and installed_versions([package])[package] is None:
-        fix = f"Install it ({install}; see docs/install.md), or set ATTN_IMPL=auto"
+        fix = f"Install it ({install}; docs/install.md#flashattention), or set ATTN_IMPL=auto"
+        fix += ", which takes torch_flash: FlashAttention 2 as torch ships it, nothing to install"
         problems.add("ATTN_IMPL", f"{attention} needs the package {package}, which is not installed", fix)
+
+
+def compiler_fault() -> str:
+    """What Triton lacks to compile its launchers, a C compiler as triton/runtime/build.py looks for it or Python's
+    headers, with a remedy; '' if it has both."""
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "there is no gcc and no clang. Install one (apt install build-essential), or name another in CC"
+    if not headers.exists():
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        return f"{headers} is not there. Install Python's headers (apt install python{version}-dev)"
+    return ""
+
+
+def check_compiler(settings: Settings, machine: Machine, problems: Problems) -> None:
+    """Checks that Triton can compile a launcher of each kernel: else a run would end minutes later, in its first step.
+    ALLOW_UNTESTED trusts that Triton's cache holds all of them."""
+    if machine.gpus and not settings.ALLOW_UNTESTED and (fault := compiler_fault()):
+        fix = "Where an earlier run has filled Triton's cache, ALLOW_UNTESTED=1 does without"
+        problems.add("compiler", f"Triton compiles a launcher of each kernel, and {fault}", fix)
 
 
 def check_trackers(settings: Settings, problems: Problems) -> None:

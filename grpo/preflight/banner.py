@@ -46,7 +46,7 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     s, machine, rows, chosen = resolved.settings, resolved.machine, resolved.rows, resolved.choices
     gpu = "no GPU" if not machine.has_amd else "no GPU that can be used (AMD's are not supported)"
     if machine.gpus:
-        gpu = f"{machine.gpu}, {machine.gpu_free:.1f} of {machine.gpu_total:.1f} GiB free"
+        gpu = f"{machine.gpu}, {machine.gpu_memory_text}"
     yield "machine", f"{gpu}; {machine.cores} cores ({machine.arch}), {machine.ram_free:.1f} GiB of memory free"
     if resolved.files and (commit := resolved.files.commit):
         begun = resolved.state.choices.get("model_commit") == commit

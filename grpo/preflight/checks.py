@@ -19,7 +19,7 @@ from grpo.output.layout import existing_parent
 from grpo.plan import hub, memory
 from grpo.plan.engine_memory import LORA_RANKS
 from grpo.plan.hub import TINY_ACTIONS, ModelConfig, ModelFiles
-from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
+from grpo.plan.machine import GIB, TESTED, Machine, check_compiler, check_packages, check_trackers, installed_versions
 from grpo.plan.memory import Plan, PlanInputs, format_changes, host_shortfall, memory_shortfall
 from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.plan.vllm_model import fixed_faults, vllm_faults
@@ -173,8 +173,10 @@ def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: P
     if machine.gpus:
         if shortfall := memory_shortfall(plan, machine):
             name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
-            fault = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
-            problems.add(name, fault, memory.memory_advice(settings, inputs))
+            advice = memory.memory_advice(settings, inputs)
+            if machine.gpu_limit is not None:
+                advice = f"Raise GPU_MEM_LIMIT if the GPU has room. {advice}"
+            problems.add(name, f"{machine.gpu_memory_text}, and {shortfall} ({plan.parts})", advice)
     elif plan.weights > 4:
         fault = f"{machine.no_gpu}, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", fault, "Run it where there is an NVIDIA GPU (docs/memory.md), or try MODEL_ID=tiny")
@@ -286,6 +288,7 @@ def check_learning(resolved: ResolvedRun, settings: Settings, problems: Problems
     room in memory and on disk. `settings` may have `auto` where advice may say so, as for batch sizes."""
     machine, use_vllm = resolved.machine, resolved.use_vllm
     check_packages(settings, resolved.versions, problems, use_vllm)
+    check_compiler(settings, machine, problems)
     check_settings(settings, resolved.config, machine, use_vllm, problems)
     check_experts(settings, resolved.config, machine, use_vllm, problems)
     check_computed_model(resolved, problems)

@@ -124,7 +124,10 @@ def choose_checkpointing(settings: Settings, inputs: PlanInputs) -> Choice[bool]
 
 
 def free_memory_text(machine: Machine, share: float) -> str:
+    """How much memory a batch may fill, with the reason for the limit."""
     where = "GiB free on the GPU" if machine.gpus else "GiB of free memory"
+    if machine.gpu_limit is not None:
+        where = "GiB that GPU_MEM_LIMIT allows"
     return f"{share:.0%} of {free_gib(machine):.1f} {where}"
 
 

@@ -80,10 +80,11 @@ def read_facts(
     split = prepare_rows(settings, files if has_packages(versions) else None, problems, split)
     adapter = read_start_adapter(settings, sources, files.config if files else None, problems)
     of_adapter = {name: "INIT_ADAPTER" for name in adapter.settings if sources[name] != "environment"}
+    machine = (machine or read_machine()).limited(settings.GPU_MEM_LIMIT)
     return Facts(
         asked=dataclasses.replace(settings, **adapter.settings),
         sources={**sources, **of_adapter},
-        machine=dataclasses.replace(machine or read_machine(), ranks=ranks.size, here=ranks.local_size),
+        machine=dataclasses.replace(machine, ranks=ranks.size, here=ranks.local_size),
         ranks=ranks,
         versions=versions,
         files=files,

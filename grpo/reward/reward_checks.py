@@ -104,8 +104,9 @@ def check_columns(names: set[str], rows: Sequence[Row], problems: Problems) -> N
 
 
 def check_answers(names: Collection[str], rows: Sequence[Row], problems: Problems) -> None:
-    """Checks every row for the answer that `gsm8k` needs: `try_rewards` calls the function with a sample only."""
-    for row in rows if "gsm8k" in names else ():
+    """Checks every row for the answer that `gsm8k` and `gsm8k_strict` need: `try_rewards` calls functions with a
+    sample only."""
+    for row in rows if {"gsm8k", "gsm8k_strict"} & set(names) else ():
         answer = str(row.columns.get("answer", ""))
         if gold_number(answer) is None:
             problem = "there is no number"
@@ -218,9 +219,10 @@ def correct_completion(row: Row, names: Sequence[str]) -> str | None:
     None if it is unknown: of an own function only the column `answer` may tell it."""
     if row.rewards and any(name == "format" or is_by_action(name) for name in names):
         return completion_of(row.prompt, answer_turn(f"[{len(row.rewards) - 1}]"))
-    if "gsm8k" in names:
+    if {"gsm8k", "gsm8k_strict"} & set(names):
         number = gold_number(str(row.columns.get("answer", "")))
-        return None if number is None else completion_of(row.prompt, answer_turn(str(number)))
+        mark = "#### " if "gsm8k_strict" in names else ""
+        return None if number is None else completion_of(row.prompt, answer_turn(f"{mark}{number}"))
     try:
         return answer_of(row) if row.columns.get("answer") else None
     except ValueError:  # Prompt and answer open different channels.

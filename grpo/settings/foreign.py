@@ -13,6 +13,8 @@ from collections.abc import Mapping
 SYNONYMS = {
     "MODEL_ID": "MODEL MODEL_NAME MODEL_NAME_OR_PATH BASE_MODEL",
     "ATTN_IMPL": "ATTENTION ATTN_IMPLEMENTATION",
+    "EXPERTS": "QUANTIZATION",
+    "GPU_MEM_LIMIT": "GPU_MEMORY_LIMIT",
     "LORA_R": "LORA_RANK",
     "LORA_TARGETS":
         "LORA_TARGET_MODULES LORA_TARGET_PARAMETERS PEFT_TARGET_MODULES PEFT_TARGET_PARAMETERS TARGET_MODULES",
@@ -59,7 +61,7 @@ ADVICE = {
     "set MAX_PROMPT_LEN and MAX_COMPLETION_LEN, whose sum it is, in tokens":
         "MAX_SEQ_LENGTH MAX_SEQ_LEN MAX_LENGTH MAX_MODEL_LEN SEQUENCE_LEN CUTOFF_LEN VLLM_MAX_MODEL_LENGTH",
     "set WARMUP_STEPS to {} x TOTAL_STEPS": "WARMUP_RATIO LR_WARMUP_STEPS_RATIO",
-    "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 for none": "QUANTIZATION LOAD_IN_4BIT LOAD_IN_8BIT",
+    "set EXPERTS=mxfp4 for the checkpoint's own 4 bits, bf16 for none": "LOAD_IN_4BIT LOAD_IN_8BIT",
     "set EXPERTS=bf16": "FULL_PRECISION",
     "set ATTN_IMPL=auto": "FLASH_ATTENTION",
     "set GRADIENT_CHECKPOINTING=0": "DISABLE_GRADIENT_CHECKPOINTING",
@@ -102,7 +104,7 @@ UNSUPPORTED = {
         "FSDP DEEPSPEED VLLM_TENSOR_PARALLEL_SIZE TENSOR_PARALLEL_SIZE",
     "it computes in BF16 on a GPU, in float32 on a CPU": "COMPUTE_DTYPE TORCH_DTYPE",
     "it runs on the visible GPU, else on the CPU": "DEVICE_MAP",
-    "kernels, packing and memory are this program's own (docs/memory.md)": "COMPILE_MODE COMPILE_FULLGRAPH",
+    "kernels, packing and memory are this program's own (docs/memory.md)": "COMPILE_MODE COMPILE_FULLGRAPH TORCHDYNAMO",
     "metrics.csv in OUTPUT_DIR has every step": "METRICS_CSV METRICS_EMA_ALPHA",
     "completions.csv in OUTPUT_DIR has every completion":
         "GENERATIONS_CSV GRPO_LOG_COMPLETIONS GRPO_COMPLETION_LOG_PATH",
@@ -176,6 +178,8 @@ OTHER_VALUES = {
     ("SCALE_REWARDS", "false"): ("SCALE_REWARDS=none", "TRL's False"),
     ("EXPERTS", "4bit"): ("EXPERTS=mxfp4", "the checkpoint's own 4 bits"),
     ("EXPERTS", "nf4"): ("EXPERTS=mxfp4", "the checkpoint's own 4 bits"),
+    ("EXPERTS", "8bit"): ("EXPERTS=mxfp4", "the checkpoint's own 4 bits, there are no 8"),
+    ("EXPERTS", "none"): ("EXPERTS=bf16", "dequantized once"),
     ("ATTN_IMPL", "sdpa"): ("ATTN_IMPL=auto", "sdpa knows no attention sinks"),
     ("ATTN_IMPL", "xformers"): ("ATTN_IMPL=auto", "xformers knows no attention sinks"),
     ("ATTN_IMPL", "flex_attention"): ("ATTN_IMPL=auto", "torch_flash takes its place on a GPU"),

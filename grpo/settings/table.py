@@ -57,6 +57,8 @@ class Settings:
         "How the learner holds the experts (docs/memory.md): `bf16` dequantized once; `mxfp4` in a third of the "
         "memory; `shared` in vLLM's own copy (Hopper cards); `paged` in host memory while vLLM is awake; `auto`: "
         "beside vLLM the first of shared, bf16 and paged that fits, without vLLM mxfp4 (bf16 on a CPU).")
+    GPU_MEM_LIMIT: float | None = setting("Model", None, "GiB", above=0, high=10_000, resume=True, text=
+        "The most memory of each GPU that the run is planned to take, vLLM included; `auto`: all that is free.")
     LORA_R: int = setting("Model", 4, "rank", tiny=8, low=1, text="Rank of the LoRA adapter.")
     LORA_ALPHA: float = setting("Model", 8.0, tiny=16.0, above=0, high=10_000, text=
         "LoRA scale: updates are multiplied by LORA_ALPHA / LORA_R.")
@@ -96,6 +98,8 @@ class Settings:
         "demo's rows, else none; empty: no simulation.")
     SYSTEM_PROMPT: str = setting("Data", "", text=
         "System message of rows that are not rendered and have none.")
+    PROMPT_TEMPLATE: str = setting("Data", "{}", text=
+        "Text of the user's message in rows with one question, where `{}` stands for the question.")
     REASONING_EFFORT: str = setting("Data", "medium", tiny="low", choices=("low", "medium", "high"), text=
         "Reasoning effort that the chat template writes into prompts that are not rendered.")
     PROMPT_DATE: str = setting("Data", "2025-11-06", "date", date=True, text=
@@ -104,8 +108,8 @@ class Settings:
         "Longest prompt that is accepted; a longer one is an error, never cut.")
 
     REWARDS: str | None = setting("Rewards", None, text=
-        "Reward functions, `name=weight,...`: regret, cost, action, best, format, gsm8k, or "
-        "`module:function`; `auto`: regret if every training row has q_action_k, else action.")
+        "Reward functions, `name=weight,...`: regret, cost, action, best, format, gsm8k, gsm8k_strict, "
+        "or `module:function`; `auto`: regret if every training row has q_action_k, else action.")
     INVALID_REWARD: float | None = setting(
         "Rewards", None, "reward", low=-MOST_REWARD, high=MOST_REWARD, nan=True, text=
         "Reward of an answer that cannot be parsed; `auto`: a tenth of the row's range below its worst action; `nan` "
@@ -196,6 +200,9 @@ class Settings:
 
     OUTPUT_DIR: str = setting("Output", "runs/gpt-oss-20b", tiny="runs/tiny", resume=True, path=True, text=
         "Folder of the run; OUTPUT_DIR.zip is written beside it.")
+    ZIP: str = setting("Output", "all", choices=("all", "no_completions", "adapter"), resume=True, text=
+        "What OUTPUT_DIR.zip holds, for slow lines: `no_completions` leaves out completions.csv, `adapter` all but the "
+        "best and the last adapter and settings.json; tokenizers are the base model's.")
     LOG_PROMPTS: bool = setting("Output", False, text="Write each prompt into completions.csv, beside its completion.")
     SAVE_STEPS: int = setting("Output", 10, "steps", tiny=50, low=1, resume=True, text="Steps between checkpoints.")
     SAVE_TOTAL_LIMIT: int = setting("Output", 3, "checkpoints", low=1, resume=True, text="Checkpoints that are kept.")
@@ -204,7 +211,7 @@ class Settings:
     REPORT_TO: str = setting("Output", "none", resume=True, text=
         "Trackers, separated by commas: none, wandb, tensorboard, trackio.")
     ALLOW_UNTESTED: bool = setting("Output", False, resume=True, text=
-        "Go on with package versions outside the tested range.")
+        "Go on with package versions outside the tested range, and without a C compiler.")
     IGNORE_VARS: str = setting("Output", "", resume=True, text=
         "Variables of other programs that look like mistyped settings, separated by commas.")
     # fmt: on

@@ -22,8 +22,8 @@ from grpo.settings.environment import load_settings
 from grpo.settings.table import FIELDS
 
 # The settings of train_grpo.py that apply to verl too. verl's own options are in scripts/verl/*.yaml.
-SHARED = {"MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "EVAL_SHARE", "SYSTEM_PROMPT", "REWARDS"}
-SHARED |= {"INVALID_REWARD", "OUTPUT_DIR", "IGNORE_VARS"}
+SHARED = {"MODEL_ID", "TASK", "DATA", "EVAL_DATA", "EVAL_SAMPLES", "EVAL_SHARE", "SYSTEM_PROMPT", "PROMPT_TEMPLATE"}
+SHARED |= {"REWARDS", "INVALID_REWARD", "OUTPUT_DIR", "IGNORE_VARS"}
 
 
 @dataclasses.dataclass(frozen=True)

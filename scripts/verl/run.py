@@ -5,6 +5,7 @@
     export MODEL_ID=my/llama TASK=gsm8k OUTPUT_DIR=runs/verl
     python scripts/verl/run.py grpo --dry-run      # checks everything, prints verl's command
     python scripts/verl/run.py grpo trainer.total_training_steps=200
+    bash scripts/verl/recipes/llama32_gsm8k/run.sh sft ppo merge upload  # all of it
 
 Writes OUTPUT_DIR/data and starts verl with the stage's YAML in scripts/verl/ (docs/verl.md).
 Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
@@ -27,9 +28,17 @@ from grpo.verl.rows import read_input, write_data
 VERSION = "0.9.1"
 
 
-def verl_command(stage: str, gpus: int, options: Sequence[str]) -> list[str]:
-    """verl's command line for a stage on `gpus` GPUs of this machine; `options` win over its YAML."""
-    config = ["--config-dir", str(ROOT / "scripts/verl"), "--config-name", stage, f"trainer.n_gpus_per_node={gpus}"]
+CONFIGS = ROOT / "scripts/verl"
+RECIPES = sorted(path.name for path in (CONFIGS / "recipes").iterdir())
+
+
+def verl_command(stage: str, gpus: int, options: Sequence[str], recipe: str | None = None) -> list[str]:
+    """verl's command line for a stage on `gpus` GPUs of this machine; `options` win over its YAML, which a `recipe` is
+    laid over."""
+    config = ["--config-dir", str(CONFIGS), "--config-name", stage, f"trainer.n_gpus_per_node={gpus}"]
+    if recipe:
+        config[1:4] = [str(CONFIGS / "recipes" / recipe), "--config-name", f"recipe_{stage}"]
+        config.append(f"hydra.searchpath=['file://{CONFIGS}']")
     if stage == "sft":
         launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m", "verl.trainer.sft_trainer"]
     else:
@@ -46,21 +55,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--gpus", type=in_range(1, 1024, int), help="GPUs of this machine (default: all that are visible)"
     )
+    parser.add_argument("--recipe", choices=RECIPES, help="values of a folder of scripts/verl/recipes")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print verl's command, write nothing")
     args = parser.parse_intermixed_args(argv)
     data, problems = read_input(os.environ, args.stage)
     if not args.dry_run and (version := installed_versions(["verl"])["verl"]) != VERSION:
         fix = "pip install -r requirements-verl.txt into an environment of its own"
         problems.add("verl", f"this Python has {version or 'none'}, the options are those of {VERSION}", fix)
+    if args.recipe and not os.environ.get("DATA", "").strip():
+        problems.add("DATA", "the recipe brings no rows", "Name them, such as DATA=openai/gsm8k:main")
     if problems:
         raise InputError(*problems)
+    os.environ.pop("ROCR_VISIBLE_DEVICES", None)  # Slurm sets it on NVIDIA's machines too, and verl then stops.
     environ = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "VERL_USE_EXTERNAL_MODULES": "grpo.verl.sum_resolver,grpo.verl.critic",
         "MODEL_ID": data.model,
         "OUTPUT_DIR": str(data.output_dir),
     }
-    command = verl_command(args.stage, args.gpus or read_machine().gpus or 1, args.options)
+    command = verl_command(args.stage, args.gpus or read_machine().gpus or 1, args.options, args.recipe)
     print(*(f"{name}={shlex.quote(value)}" for name, value in environ.items()), shlex.join(command), flush=True)
     if args.dry_run:
         return 0

@@ -2,12 +2,14 @@
 """Which rows are held out of DATA."""
 
 import dataclasses
+import json
 
 import pytest
 from helpers import write_csv
+from machines import only
 
 from grpo.common import Problems
-from grpo.data.files import Row
+from grpo.data.files import Row, data_fingerprint
 from grpo.data.heldout import LEAST_GROUPS, MOST_HELD_OUT, date_of, group_of, hold_out, read_split
 from grpo.settings.table import Settings
 
@@ -152,6 +154,42 @@ def test_dates_are_recognised_or_named(name, cell, words, is_by_day):
     assert words in split.reason and bool(words) is ("column" in split.reason or "guessed" in split.reason)
     cells = [{row.columns[name] for row in part} for part in (split.train, split.heldout)]
     assert not is_by_day or not cells[0] & cells[1]
+
+
+def test_a_template_is_put_around_the_questions_and_holds_out_the_same_rows(tmp_path):
+    """Rendered prompts and conversations stay as they are; reward functions get the prompt that the model gets."""
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "?"},
+        {"role": "user", "content": "1+1"},
+    ]
+    prompts = [f"What is {n} {{}}?" for n in range(40)] + [
+        talk,
+        talk[:1],
+        "<|start|>user<|message|>7<|end|><|start|>assistant",
+    ]
+    rows = [{"prompt": prompt, "system": "Be brief."} for prompt in prompts]
+    data = tmp_path / "maths.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def split(template, problems):
+        return read_split(Settings(DATA=str(data), PROMPT_TEMPLATE=template), problems)
+
+    plain, inside = split("{}", Problems()), split("Answer:\n{}\nNow.", problems := Problems())
+    assert (
+        not problems
+        and plain.heldout
+        and [row.number for row in inside.heldout] == [row.number for row in plain.heldout]
+    )
+    assert data_fingerprint(inside.train) != data_fingerprint(plain.train)
+    both = {row.number: row for row in [*inside.train, *inside.heldout]}
+    first, conversation, single, rendered = (both[number] for number in (1, 41, 42, 43))
+    assert first.messages == (("system", "Be brief."), ("user", "Answer:\nWhat is 0 {}?\nNow."))
+    assert first.trl_prompt == first.messages[-1][1] and single.trl_prompt[-1]["content"] == "Answer:\nHi\nNow."
+    assert conversation.messages[-1] == ("user", "1+1") and rendered.messages[0][0] == "rendered"
+    for template, words in (("Answer:", "has no {}"), ("<|end|>{}", "it holds <|end|>")):
+        split(template, problems := Problems())
+        assert only(problems).startswith("PROMPT_TEMPLATE: ") and words in only(problems)
 
 
 def test_settings_decide_what_is_held_out(tmp_path):

@@ -13,6 +13,7 @@ from helpers import QUESTION, ROOT, SYSTEM, read_csv, write_csv
 from safetensors.torch import load_file, save_file
 
 from grpo.common import InputError
+from grpo.evaluate.ask import prepare
 from grpo.evaluate.saved_adapter import note_best
 from grpo.output.durable import file_sha256, write_sealed
 from grpo.output.layout import ADAPTER
@@ -54,6 +55,13 @@ def test_one_prompt(adapter, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert completion not in printed.out, "random weights answer otherwise"
     assert printed.err.endswith(f"({adapter} holds the last step's adapter; step 5 is the best: {adapter / 'best'})\n")
+
+
+def test_a_question_is_asked_as_the_run_asked(adapter):
+    """Inside its PROMPT_TEMPLATE."""
+    write_record(adapter, PROMPT_TEMPLATE="Before. {} After.")
+    _, _, (row,) = prepare(ask.parse_args([str(adapter), "How much?"]))
+    assert row.messages[-1] == ("user", "Before. How much? After.") and "Before. How much? After." in row.prompt
 
 
 STRANGE = "\x1b]0;owned\x07\x9b31m\u202e[0]\n\tso"

@@ -53,6 +53,28 @@ def test_a_merged_model(run, hub, tmp_path):
     assert set(load(files["model.safetensors"])) and "library_name: transformers" in files["README.md"].decode()
 
 
+def test_a_whole_model_goes_with_its_tokenizer(hub, tmp_path, monkeypatch, capsys):
+    """As verl's merger writes it. A dry run needs no account and uploads nothing."""
+    model = tmp_path / "ppo-merged"
+    model.mkdir()
+    files = {"config.json": b"{}", "model-1.safetensors": b"weights", "tokenizer.json": b"{}"}
+    for name, content in files.items():
+        (model / name).write_bytes(content)
+    assert main([str(model), "--push", "team/llama", "--dry-run"]) == 2
+    assert f"{model}: the model has no tokenizer" in capsys.readouterr().err
+    files["tokenizer_config.json"] = b"{}"
+    (model / "tokenizer_config.json").write_bytes(b"{}")
+    assert main([str(model), "--push", "me/llama", "--dry-run"]) == 0 and not hub.repos
+    assert "4 files, 0.00 GB, for me/llama: config.json, model-1.safetensors, tok" in capsys.readouterr().out
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert main([str(model), "--push", "me/llama"]) == 0
+    repo = hub.repos["models", "me/llama"]
+    assert repo.private and {name: repo.files[name] for name in files} == files
+    (model / ADAPTER).touch()
+    assert main([str(model), "--push", "me/llama", "--dry-run"]) == 2
+    assert "--dry-run is for a folder with a whole model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("token", "repo", "code", "message"),
     [

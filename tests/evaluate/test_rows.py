@@ -9,6 +9,7 @@ import itertools
 import json
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ HEADER = ["date", "question", "reward_action_0", "reward_action_1"]
 DAYS = 2  # of the thirty, by the hash of each
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 3, "SAVE_STEPS": 3, "EVAL_STEPS": 2, "PROMPTS_PER_STEP": 4, "NUM_GENERATIONS": 4,
-    "SEED": 5, "LEARNING_RATE": "1e-2",
+    "SEED": 5, "LEARNING_RATE": "1e-2", "PROMPT_TEMPLATE": "Tell me. {}", "ZIP": "no_completions",
 }  # fmt: skip
 
 
@@ -48,6 +49,7 @@ def weather(tiny, tmp_path_factory):
     data = write_csv(place / "weather.csv", HEADER, rows)
     done = run_script(**SETTINGS | {"DATA": data, "OUTPUT_DIR": place / "run"})
     split = hold_out(files.read_file(data, Problems()), 0.1)
+    split = dataclasses.replace(split, heldout=files.in_template(split.heldout, SETTINGS["PROMPT_TEMPLATE"]))
     held = write_csv(place / "held.csv", HEADER, [[row.columns[name] for name in HEADER] for row in split.heldout])
     return SimpleNamespace(folder=place / "run", data=data, held=held, split=split, output=done.stdout)
 
@@ -88,7 +90,8 @@ def test_a_run_without_a_plant_does_not_mention_one(weather):
     for text in (weather.output, *cards, report):
         assert text and not [word for word in ("plant", "closed loop", "unserved") if word in text.lower()]
     assert not (folder / "closed_loop.json").exists()
-    assert weather.split.reason.partition("(")[0] in report and "Will it rain?" in report
+    assert weather.split.reason.partition("(")[0] in report and "Tell me. Day" in report and "Will it rain?" in report
+    assert "run/completions.csv" not in zipfile.ZipFile(folder.with_name("run.zip")).namelist()
 
 
 def test_the_command_scores_any_rows_as_the_run_does(weather, capsys, monkeypatch):

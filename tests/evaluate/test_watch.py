@@ -2,12 +2,14 @@
 """Following a run in the terminal. Run: python -m pytest tests/evaluate/test_watch.py"""
 
 import json
+import os
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import watch
+from helpers import write_commands
 from run_folders import GPU, metrics_row, write_checkpoint, write_run
 
 from grpo.common import InputError
@@ -31,6 +33,26 @@ def test_frame_shows_what_a_run_is_doing(tmp_path):
     text = text_of(write_run(tmp_path / "cpu", [metrics_row(1)]))
     assert "1 of 30, time left not known" in text
     assert not [word for word in ("GPU", "measured", "nan") if word in text]
+
+
+def test_it_shows_how_busy_the_gpus_of_this_machine_are(tmp_path, monkeypatch):
+    """Where nvidia-smi is there and works, and while the run goes on."""
+    folder = write_run(tmp_path / "run", [metrics_row(1, **GPU)])
+    for answer, expected in (
+        ("echo '0, 97, 62976, 81559, 512.30, 61'; echo '1, 0, 0, 97871, [N/A], 30'", 2),
+        ("echo 'Unable to determine the device handle'", 0),
+        ("exit 9", 0),
+    ):
+        tools = write_commands(tmp_path / "bin", {"nvidia-smi": answer})
+        monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+        lines = [line for line in watch.frame(folder)[0] if " now " in line]
+        assert len(lines) == expected, answer
+        if lines:
+            assert lines[0] == "GPU 0 now   97% busy, 61.5 of 79.6 GiB, 512.30 W, 61 C"
+    write_commands(tmp_path / "bin", {"nvidia-smi": "echo '0, 97, 62976, 81559, 512.30, 61'"})
+    assert " now " in text_of(folder)
+    (folder / COMPLETE).write_text(json.dumps({"steps": 30}))
+    assert " now " not in text_of(folder)
 
 
 def test_it_waits_for_the_run_and_sees_its_end(tmp_path):

@@ -27,8 +27,8 @@ def folder(tmp_path):
     return folder
 
 
-def unzipped(folder):
-    with zipfile.ZipFile(write_zip(folder)) as file:
+def unzipped(folder, contents="all"):
+    with zipfile.ZipFile(write_zip(folder, contents)) as file:
         assert file.testzip() is None
         return {name.removeprefix(folder.name + "/"): file.read(name) for name in file.namelist()}
 
@@ -47,6 +47,22 @@ def test_nothing_from_outside_and_no_pickle_is_taken(folder, tmp_path):
     inside = unzipped(folder)
     assert set(inside) == {"settings.json", "metrics.csv", "checkpoint-2/adapter_model.safetensors"}
     assert not any(b"private" in content for content in inside.values())
+
+
+ADAPTERS = {f"{place}{name}" for place in ("", "best/") for name in ("adapter_model.safetensors", "README.md")}
+
+
+@pytest.mark.parametrize(("contents", "expected"), [
+    ("adapter", ADAPTERS | {"settings.json"}),
+    ("no_completions", ADAPTERS | {"settings.json", "metrics.csv", "tokenizer.json", "checkpoint-2/README.md"}),
+])  # fmt: skip
+def test_a_slow_line_carries_less(folder, contents, expected):
+    """What is left out stays in OUTPUT_DIR."""
+    (folder / "best").mkdir()
+    for name in [*ADAPTERS, "completions.csv", "tokenizer.json", "checkpoint-2/README.md"]:
+        (folder / name).write_text("x")
+    assert set(unzipped(folder)) == expected | {"completions.csv", *unzipped(folder, "no_completions")}, "all"
+    assert set(unzipped(folder, contents)) == expected and (folder / "completions.csv").exists()
 
 
 def test_no_path_of_the_machine_is_in_it(folder, monkeypatch, tmp_path):

@@ -7,10 +7,11 @@ import types
 import psutil
 import pytest
 from helpers import write_commands
-from machines import GOOD_VERSIONS, only, package_problems
+from machines import CPU, GOOD_VERSIONS, H100, only, package_problems
 
 from grpo.common import Problems
 from grpo.plan import machine
+from grpo.plan.machine import compiler_fault
 from grpo.settings.table import Settings
 
 
@@ -75,6 +76,26 @@ def test_attention_needs_its_package():
     for attention, (package, _) in (machine.FLASH_PACKAGES | {"org/kernel": ("kernels", "")}).items():
         problem = only(package_problems(GOOD_VERSIONS, ATTN_IMPL=attention))
         assert f"{attention} needs the package {package}, which is not installed" in problem
+        assert "or set ATTN_IMPL=auto, which takes torch_flash" in problem
+
+
+@pytest.mark.parametrize(("tools", "cc", "fault"), [
+    ([], None, "no gcc and no clang"), (["clang"], None, ""), (["gcc"], None, ""), ([], "/opt/cc", ""),
+])  # fmt: skip
+def test_triton_needs_a_compiler_and_pythons_headers(monkeypatch, tmp_path, tools, cc, fault):
+    monkeypatch.setenv("PATH", str(write_commands(tmp_path, dict.fromkeys(tools, "exit 0"))))
+    monkeypatch.delenv("CC", raising=False)
+    if cc:
+        monkeypatch.setenv("CC", cc)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert fault in compiler_fault() and ("Python.h is not there" in compiler_fault()) == (not fault)
+    (tmp_path / "Python.h").touch()
+    assert bool(compiler_fault()) == bool(fault)
+    monkeypatch.setattr(machine, "compiler_fault", compiler_fault)
+    for gpu, changes, refused in ((H100, {}, fault), (H100, {"ALLOW_UNTESTED": True}, ""), (CPU, {}, "")):
+        problems = Problems()
+        machine.check_compiler(Settings(**changes), gpu, problems)
+        assert len(problems) == bool(refused) and all(problem.startswith("compiler: ") for problem in problems)
 
 
 def test_trackers_are_known_and_installed(monkeypatch):

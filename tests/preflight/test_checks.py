@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 import types
@@ -122,7 +123,7 @@ def tiny_run(tmp_path):
 
 # With `auto` these are rules and no values: held-out rows and days of other data, a reward of each row, and what fits.
 DEMO = {"EVAL_DATA", "EVAL_PROFILE"}
-RULES = {*DEMO, "INVALID_REWARD", "NUM_TRAIN_EPOCHS", "VLLM_GPU_MEM"}
+RULES = {*DEMO, "INVALID_REWARD", "NUM_TRAIN_EPOCHS", "VLLM_GPU_MEM", "GPU_MEM_LIMIT"}
 
 
 def test_every_choice_has_its_reason_and_no_setting_is_auto_any_more(tiny_run):
@@ -212,17 +213,45 @@ def test_memory():
     assert not memory_problems(H100) and not memory_problems(H100, True)
     small = dataclasses.replace(H100, gpu="NVIDIA L4", gpu_total=22.5, gpu_free=22.0)
     problem = only(memory_problems(small))
-    assert problem.startswith("GPU NVIDIA L4: 22 of 22 GiB are free, and learning in micro-batches of 1 would need 4")
+    assert problem.startswith(
+        "GPU NVIDIA L4: 22.0 of 22.5 GiB are free, and learning in micro-batches of 1 would need 4"
+    )
     assert "weights 38.96 + adapter" in problem and "EXPERTS=mxfp4 fits" in problem
     problem = memory_problems(H100, MAX_COMPLETION_LEN=131_072 - 939)[0]
     assert f"more than the model's 131072 positions. Set it to {131_072 - 940} or lower" in problem
     problem = only(memory_problems(dataclasses.replace(H100, gpu_free=50.0), True))
-    assert problem.startswith("VLLM_GPU_MEM: 50 of 80 GiB are free, and vLLM would have 0.0 GiB of cache")
+    assert problem.startswith("VLLM_GPU_MEM: 50.0 of 79.6 GiB are free, and vLLM would have 0.0 GiB of cache")
     # On a Hopper card, which can share the weights, nothing of them goes to the host.
     for capability, way_on in ((0.0, "or set USE_VLLM=0"), (9.0, "or set EXPERTS=shared")):
         problem = only(memory_problems(dataclasses.replace(H100, ram_free=12.0, capability=capability), True))
         assert problem.startswith("memory: the sleeping engine needs") and "12.0 GiB are free" in problem
         assert problem.endswith(way_on)
+
+
+def test_a_run_on_a_gpu_without_a_compiler_is_refused(tiny_run, monkeypatch):
+    monkeypatch.setattr("grpo.plan.machine.compiler_fault", lambda: "there is no gcc")
+    for machine, refused in ((H100, True), (CPU, False)):
+        problems = tiny_run(machine=machine).problems
+        assert any(problem.startswith("compiler: Triton compiles") for problem in problems) == refused
+
+
+@pytest.mark.parametrize("capability", [8.0, 9.0])
+def test_the_plan_stays_below_the_limit_of_gpu_memory(tiny_run, capability):
+    """With vLLM and without; a limit above what is free changes nothing."""
+    machine = dataclasses.replace(H100, capability=capability)
+    assert machine.limited(79.5) == machine == machine.limited(None)
+    for limit, beside_vllm in itertools.product((22.0, 40.0, 60.0), (False, True)):
+        limited = tiny_run(machine=machine, GPU_MEM_LIMIT=limit).machine
+        assert (
+            limited == machine.limited(limit) and f"GPU_MEM_LIMIT allows {limit} of 79.6 GiB" in limited.gpu_memory_text
+        )
+        inputs = plan_inputs(limited, beside_vllm)
+        settings = Settings(EXPERTS=choose_experts(Settings(), inputs).value)
+        plan = plan_memory(settings, inputs)
+        assert limit * 0.4 < plan.peak <= limit, (limit, beside_vllm)
+        assert not memory_problems(limited, beside_vllm, EXPERTS=settings.EXPERTS)
+    problem = only(memory_problems(machine.limited(12.0), True, EXPERTS="mxfp4"))
+    assert "GPU_MEM_LIMIT allows 12.0 of 79.6 GiB, and" in problem and "Raise GPU_MEM_LIMIT if" in problem
 
 
 @pytest.mark.parametrize(
@@ -281,7 +310,7 @@ def test_gpt_oss_120b_is_planned_for_one_card(tiny_run):
         assert dequantized is parts or dequantized.startswith(parts)
         assert free == 70 or choose_experts(dataclasses.replace(settings, EXPERTS=None), inputs).value == "shared"
         checks.check_memory(settings, inputs, plan_memory(settings, inputs), problems)
-    assert "70 of 80 GiB are free, and vLLM would have 0.0 GiB of cache" in only(problems)
+    assert "70.0 of 79.6 GiB are free, and vLLM would have 0.0 GiB of cache" in only(problems)
     assert "With all else as set, EXPERTS=mxfp4 and USE_VLLM=0 fits" in only(problems)
 
 

@@ -31,6 +31,7 @@ from grpo.output.layout import ADAPTER, COMPLETE, MANIFEST
 from grpo.process import ending
 from grpo.process.ending import SIGNALS, StopRequest
 from grpo.process.ranks import Ranks
+from grpo.settings.table import Settings
 
 
 @pytest.fixture
@@ -264,10 +265,10 @@ def test_a_signal_while_the_files_are_written_interrupts_nothing(tmp_path, monke
     """The run has trained and evaluated all of its steps: it is complete."""
     folder, stop = tmp_path / "run", StopRequest()
     folder.mkdir()
-    monkeypatch.setattr(train_grpo, "write_report_and_zip", lambda folder: stop.receive(signal.SIGTERM))
+    monkeypatch.setattr(train_grpo, "write_report_and_zip", lambda *_: stop.receive(signal.SIGTERM))
     save = lambda path: (Path(path) / ADAPTER).write_text("weights") if Path(path).mkdir() is None else None  # noqa: E731
     trainer = SimpleNamespace(
-        run=SimpleNamespace(folder=folder, stop=stop),
+        run=SimpleNamespace(folder=folder, stop=stop, settings=Settings()),
         save_model=save,
         processing_class=SimpleNamespace(save_pretrained=lambda path: None),
         write_model_card=lambda path: None,

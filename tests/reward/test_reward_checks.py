@@ -208,9 +208,9 @@ def test_held_out_rows_that_the_rewards_cannot_score(my_rewards):
 def test_every_row_has_the_answer_that_gsm8k_compares_with():
     """Not only those that are tried; numbers need not be text."""
     rows = [dataclasses.replace(BARE, columns={"answer": 42 if n % 2 else "#### 42"}) for n in range(1, 300)]
-    assert not problems_of(*rows, REWARDS="gsm8k")
+    assert not problems_of(*rows, REWARDS="gsm8k") and not problems_of(*rows, REWARDS="gsm8k_strict")
     for bad in ({"answer": "#### none"}, {"answer": None}, {}):
-        problem = only(problems_of(*rows, dataclasses.replace(BARE, number=300, columns=bad), REWARDS="gsm8k"))
+        problem = only(problems_of(*rows, dataclasses.replace(BARE, number=300, columns=bad), REWARDS="gsm8k_strict"))
         assert problem.startswith("d.csv, row 300, column answer: there is no number")
     for bad in ("7 boxes of 6, so 42", "#### 5-10", "x^2+1"):
         row = dataclasses.replace(BARE, number=300, columns={"answer": bad})
@@ -225,6 +225,7 @@ MANY = dataclasses.replace(ROW, rewards=(0.0,) * 300, number=7, prompt=OPENED)
 LENGTHS = [  # (rows, REWARDS, tokens of the shortest correct answer, reason)
     ([dataclasses.replace(ROW, prompt=OPENED), MANY], "regret", 8, "[299] has a token more than [1]"),
     ([DIGITS], "gsm8k", 6, "the number alone, not the whole column"),
+    ([DIGITS], "gsm8k_strict", 10, "with its mark"),
     ([BARE, ANSWERED], "my_rewards:same", 20, "an own function may compare with the column `answer`"),
     ([BARE], "my_rewards:same", 0, "nothing tells what is correct"),
 ]

@@ -2,11 +2,13 @@
 """scripts/verl/run.py, its YAML files, and what verl loads of this project. verl itself is not needed."""
 
 import asyncio
+import functools
 import importlib.util
 import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,10 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import CLEAN, ROOT
+import yaml
+from helpers import CLEAN, ROOT, write_commands
 from pyarrow import parquet
 
-from grpo.common import InputError
+from grpo.common import InputError, Problems
+from grpo.data.files import read_file
 from grpo.model.load import load_tokenizer
 from grpo.plan.hub import TINY_PATH
 from grpo.verl.answers import Answers, prompt_and_answer
@@ -95,6 +99,89 @@ def test_what_ends_early(started, monkeypatch):
         script.main(["grpo", "--gpus", "2"])
     assert "verl: this Python has none, the options are those of 0.9.1" in str(caught.value)
     assert "TOTAL_STEPS: verl does not read this setting of train_grpo.py" in str(caught.value)
+
+
+RECIPE = CONFIGS / "recipes" / "llama32_gsm8k"
+# The options of the first users' guide to verl, as its commands have them. verl's data, paths and counts of GPUs are
+# not here, and of the two loggers the guide gives, the later.
+GUIDE = {
+    "sft": """data.micro_batch_size_per_gpu=8 trainer.total_epochs=2 trainer.logger=[console,wandb]""",
+    "ppo": """data.train_batch_size=256 data.max_prompt_length=512 data.max_response_length=256
+        data.dataloader_num_workers=0 actor_rollout_ref.actor.optim.lr=1.0e-6
+        actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
+        actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8
+        actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+        actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4 critic.optim.lr=1.0e-5
+        critic.ppo_micro_batch_size_per_gpu=4 algorithm.kl_ctrl.kl_coef=0.001 trainer.logger=[console,wandb]
+        trainer.val_before_train=false trainer.save_freq=10 trainer.test_freq=10 trainer.total_epochs=15""",
+}
+
+
+@pytest.mark.parametrize("stage", GUIDE)
+def test_the_recipe_has_the_values_of_the_guide(stage):
+    """Micro-batches count rows there, which verl heeds without dynamic ones alone, and epochs, not steps, end it."""
+    config = yaml.safe_load((RECIPE / f"recipe_{stage}.yaml").read_text())
+    off = "data.use_dynamic_bsz=false" if stage == "sft" else "actor_rollout_ref.actor.use_dynamic_bsz=false"
+    for option in [*GUIDE[stage].split(), off, "trainer.total_training_steps=null"]:
+        path, _, text = option.partition("=")
+        value = functools.reduce(lambda part, key: part[key], path.split("."), config)
+        assert value == yaml.safe_load(text), option
+    name = f"llama3.2_{stage.upper()}_test"
+    assert config["trainer"]["experiment_name"] == f"${{oc.env:WANDB_RUN_NAME,{name}}}"
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_a_recipe_is_laid_over_the_stage_and_needs_rows(started, monkeypatch, gpus):
+    monkeypatch.setitem(os.environ, "ROCR_VISIBLE_DEVICES", "0")
+    arguments = ["ppo", "--recipe", RECIPE.name, "--gpus", str(gpus)]
+    with pytest.raises(InputError, match="DATA: the recipe brings no rows"):
+        script.main(arguments)
+    monkeypatch.setitem(os.environ, "DATA", str(ROOT / "data/gsm8k_train.jsonl"))
+    assert script.main(arguments) == 0 and "ROCR_VISIBLE_DEVICES" not in os.environ
+    command = started.call_args.args[0]
+    assert command[command.index("--config-dir") + 1] == str(RECIPE) and f"trainer.n_gpus_per_node={gpus}" in command
+    assert command[command.index("--config-name") + 1] == "recipe_ppo" and (RECIPE / "recipe_ppo.yaml").exists()
+    assert f"hydra.searchpath=['file://{CONFIGS}']" in command, "where `defaults: [ppo]` is"
+
+
+def test_the_recipe_s_stages_follow_each_other(settings, tmp_path):
+    """A dry run prints every command; PPO starts from the SFT model once there is one."""
+    tools = write_commands(tmp_path / "bin", {"python": f'exec {sys.executable} "$@"'})
+    environ = CLEAN | settings | {"PATH": f"{tools}:{CLEAN['PATH']}", "HF_REPO": "team/name", "DRY_RUN": "1"}
+    environ |= {"MODEL_ID": str(tmp_path / "plain"), "OUTPUT_DIR": str(tmp_path / "llama")}
+    environ |= {"DATA": str(ROOT / "data/gsm8k_train.jsonl"), "PYTHONPATH": ""}
+    command = ["bash", str(RECIPE / "run.sh")]
+
+    def run(*stages, **changes):
+        return subprocess.run([*command, *stages], env=environ | changes, capture_output=True, text=True)
+
+    done = run("sft", "ppo", "merge", "upload")
+    assert done.returncode == 0, done.stderr
+    words = [
+        "verl.trainer.sft_trainer", "--config-name recipe_sft", f"{tmp_path}/llama/sft/global_step_N --target_dir",
+        f"ppo starts from {tmp_path}/plain", "verl.trainer.main_ppo", "recipe_ppo", "global_step_N/actor --target_dir",
+        "ppo-merged --push team/name",
+    ]  # fmt: skip
+    places = [done.stdout.index(word) for word in words]
+    assert places == sorted(places)
+    merged = tmp_path / "llama/sft-merged"
+    shutil.copytree(tmp_path / "plain", merged)
+    for step in (9, 10):
+        (tmp_path / f"llama/ppo/global_step_{step}").mkdir(parents=True)
+    done = run("ppo", "merge")
+    assert f"MODEL_ID={merged}" in done.stdout and "ppo/global_step_10/actor --target_dir" in done.stdout
+    assert f"ppo starts from {tmp_path}/plain" in run("ppo", FROM=str(tmp_path / "plain")).stdout
+    assert run("train").returncode == 2 and "DATA: the recipe brings no rows" in run("ppo", DATA="").stderr
+
+
+def test_the_answer_of_verls_own_rows_is_found(tmp_path):
+    """Under `extra_info`, unless the row has an answer itself."""
+    prompt = [{"role": "user", "content": "6 x 7?"}]
+    rows = [
+        {"prompt": prompt, "extra_info": {"answer": "#### 42", "index": 0}, "answer": own} for own in (None, "#### 7")
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row.columns["answer"] for row in read_file(tmp_path / "rows.jsonl", Problems())] == ["#### 42", "#### 7"]
 
 
 def test_the_yaml_names_what_is_here():
