@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from grpo.common import InputError
-from grpo.evaluate.heldout_table import HEADER, heldout_rows
+from grpo.evaluate.heldout_table import heldout_table
 from grpo.evaluate.report_text import facts, simulator_section, without_folders
 from grpo.evaluate.run_files import Run, read_json, read_run
 from grpo.evaluate.saved_adapter import run_folder
@@ -44,8 +44,8 @@ def results(run: Run, adapter: Path) -> str:
         words = read_json(adapter / "best.json").get("in_words")
         return f"{words[0].upper()}{words[1:]}." if words else f"`{adapter.name}` was not measured by itself."
     verdicts = " ".join(filter(None, (reward_verdict(run.evaluation), simulator_section(run).verdict)))
-    rows = heldout_rows(run.evaluation)
-    return verdicts + (f"\n\n{markdown_table(HEADER, rows)}" if rows else "")
+    header, rows = heldout_table(run.evaluation)
+    return verdicts + (f"\n\n{markdown_table(header, rows)}" if rows else "")
 
 
 def chosen_settings(sources: Mapping[str, str], values: Record) -> str:

@@ -3,12 +3,13 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpo.common import split_commas
 from grpo.evaluate.run_files import Run, duration
 from grpo.figures.text import object_at
-from grpo.figures.verdict import loading_advice
+from grpo.figures.verdict import RARE_LOSSES, loading_advice, reward_verdict
 from grpo.output.layout import ADAPTER
 from grpo.settings.parsing import show
 from grpo.tasks.simulator import ReportSection
@@ -42,6 +43,28 @@ def adapter_advice(run: Run) -> str:
         return "The run has no adapter yet, except in its checkpoints."
     advice = loading_advice(run.best, run.steps if has_adapter else None)
     return re.sub(r"\*\*|`|\n", "", advice)
+
+
+def heldout_verdict(run: Run) -> str:
+    """`reward_verdict` of a run; before the last evaluation how far the run has come."""
+    if not run.evaluation.get("before") or run.evaluation.get("after"):
+        return reward_verdict(run.evaluation)
+    rewards = run.evaluated_steps()["heldout_reward"].dropna()
+    steps, state = run.settings.get("TOTAL_STEPS", "?"), f"Held-out reward was {rewards.iloc[0]:.3f} before training"
+    if len(rewards) > 1:
+        state += f" and {rewards.iloc[-1]:.3f} after step {rewards.index[-1]}"
+    return f"{state}. Training stands at step {run.steps} of {steps}: the comparison comes after the last."
+
+
+def without_repeats(verdicts: Sequence[str]) -> list[str]:
+    """The verdicts that say anything, with the caveat about rare losses in the first of them that has it alone."""
+    kept: list[str] = []
+    for text in filter(None, verdicts):
+        for unit in ("prompt", "day", "window"):
+            caveat = f"; {RARE_LOSSES.format(unit)}"
+            text = text.replace(caveat, "") if caveat in " ".join(kept) else text
+        kept.append(text)
+    return kept
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

@@ -78,7 +78,8 @@ class Trainer(Learner):
             )
         self.eos_token_ids = stop_tokens(model.generation_config, tokenizer)  # TRL finds the same ones.
         names, weights = self.reward_func_names, config.reward_weights or [1.0] * len(rewards)
-        self.run_log = None if run.ranks.rank else RunLog(run.folder, s, names)  # Only rank 0 writes logs.
+        simulates = run.resolved.closed_loop.runs
+        self.run_log = None if run.ranks.rank else RunLog(run.folder, s, names, simulates)  # Only rank 0 writes logs.
         self.scorer = Scorer(run, rewards, names, weights, tokenizer, self.run_log, self.accelerator.device)
         # Reward functions get the state in an evaluation before training too, and may divide by these.
         self.state.max_steps, self.state.num_train_epochs = s.TOTAL_STEPS, 1
