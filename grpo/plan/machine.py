@@ -44,6 +44,7 @@ class Machine:
     ranks: int = 1  # Processes of the run.
     here: int = 1  # Processes of the run on this machine, which share its memory.
     has_amd: bool = False  # Whether it has an AMD GPU and no visible NVIDIA one.
+    is_planned: bool = False  # Whether it is not here yet: what is installed and free here says nothing of it.
 
     @property
     def no_gpu(self) -> str:

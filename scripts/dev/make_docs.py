@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, reflow
 from grpo.figures.text import markdown_table
 from grpo.output.logs import COMPLETIONS, METRICS
+from grpo.plan.cards import CARDS, LONG, NAMES, PROMPT_TOKENS, RAM, SHORT, Card
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan, PlanInputs, plan_memory
@@ -30,17 +31,7 @@ from grpo.settings.parsing import MAY_CHANGE
 from grpo.settings.table import Settings
 from scripts.dev import architecture
 
-PROMPT_TOKENS = 940  # of the longest TES prompt
-LENGTHS = (512, Settings.MAX_COMPLETION_LEN)  # of the completions in the README's table of cards
-# Name, compute capability, GiB that are free, and the results of 12 x 8 completions of 512 and of 4,000 tokens, if any.
-CARDS = (
-    ("RTX 4090, A10 (24 GB)", 8.9, 23.0),
-    ("L40S, A6000 (48 GB)", 8.9, 46.0),
-    ("A100 of 80 GB", 8.0, 78.6),
-    ("Hopper with 22 GiB free", 9.0, 22.0, "experts-shared-22-h200.json", "experts-shared-22-4000-h200.json"),
-    ("H100 of 80 GB, GH200", 9.0, 78.6, "experts-shared-h100.json"),
-    ("H200", 9.0, 139.8, "experts-shared-h200.json", "experts-shared-4000-h200.json"),
-)
+LENGTHS = (SHORT, LONG)  # of the completions in the README's table of cards
 table = functools.partial(markdown_table, longest_cell=2000)  # More than any cell has: nothing is cut.
 
 
@@ -66,9 +57,9 @@ def recorded_values(name: str) -> dict[str, float]:
     return {figure["name"]: figure["value"] for figure in record["figures"]}
 
 
-def plan_for_card(card: str, capability: float, free: float, length: int) -> tuple[Settings, Plan]:
-    """The settings that `auto` chooses on a card with `free` GiB for completions of `length` tokens, and their plan."""
-    machine = Machine(card, 1, free, free, 64.0, 16, "x86_64", capability)
+def plan_for_card(card: Card, length: int) -> tuple[Settings, Plan]:
+    """The settings that `auto` chooses on a card for completions of `length` tokens, and their plan."""
+    machine = Machine(card.label, 1, card.free, card.free, RAM, 16, "x86_64", card.capability)
     inputs = PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
     settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=length)
     settings = replace(settings, EXPERTS=choose_experts(settings, inputs).value)
@@ -79,21 +70,19 @@ def plan_for_card(card: str, capability: float, free: float, length: int) -> tup
 def fitting_cards() -> str:
     """The README's table of cards: what the plan chooses and needs there, and what was measured."""
     rows = []
-    for card, capability, free, *results in CARDS:
-        (settings, short), (same, long) = (plan_for_card(card, capability, free, length) for length in LENGTHS)
+    for card in CARDS:
+        (settings, short), (same, long) = (plan_for_card(card, length) for length in LENGTHS)
         assert settings.EXPERTS == same.EXPERTS, f"{card}: EXPERTS depends on the length, which the table cannot show"
-        seconds = [f"{recorded_values(result)['step_s']:.1f}" for result in results]
+        seconds = [f"{card.measured[length].step:.1f}" if length in card.measured else "" for length in LENGTHS]
         peaks = [f"{plan.peak:.0f}" for plan in (short, long)]
-        rows.append([card, f"`{settings.EXPERTS}`", *peaks, *seconds, *[""] * (2 - len(seconds))])
+        rows.append([card.label, f"`{settings.EXPERTS}`", *peaks, *seconds])
     measures = [f"{measure}, {length:,} tokens" for measure in ("GiB", "s a step") for length in LENGTHS]
     return table(["Card", "`EXPERTS`", *measures], rows)
 
 
 def picture_of_a_run() -> str:
     """docs/architecture.svg: the default job on the card that is rented most, and on the smallest."""
-    (h100, *_), (small, *_) = ([card for card in CARDS if name in card[0]] for name in ("H100", "24 GB"))
-    machines = ((card, capability, free) for card, capability, free, *_ in (h100, small))
-    return architecture.draw({card: plan_for_card(card, *facts, LENGTHS[1]) for card, *facts in machines})
+    return architecture.draw({card.label: plan_for_card(card, LONG) for card in (NAMES["H100"], NAMES["4090"])})
 
 
 def exit_codes() -> str:
