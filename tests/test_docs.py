@@ -10,6 +10,7 @@ from helpers import ROOT
 
 from grpo.common import Problems
 from grpo.data.files import read_rows
+from grpo.data.heldout import date_of
 from grpo.settings.environment import load_settings
 from grpo.settings.help import setting_rows
 
@@ -148,3 +149,21 @@ def test_results_say_where_they_come_from():
         assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", record["commit"])
         for figure in record["figures"]:
             assert set(figure) == {"name", "value", "unit", "note"} and isinstance(figure["value"], (int, float))
+
+
+def test_the_table_of_data_md_becomes_rows(tmp_path, monkeypatch):
+    """The lines of pandas as they are printed, but for the workbook, whose reader is no package of ours."""
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\nimport pandas\n(.*?)```", text, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mydata").mkdir()
+    (tmp_path / "tickets.csv").write_text(
+        "severity;queue;opened;cost_wait;cost_team;cost_manager\n4;2;01.09.2026;3,5;1;2\n9;7;02.09.2026;9;2,25;1\n"
+    )
+    swapped = re.search(r'pandas\.read_excel\("tickets\.xlsx"\)  # or (.*)', code)
+    exec(f"import pandas\n{code.replace(swapped[0], 'pandas.' + swapped[1])}", {})
+    problems = Problems()
+    rows = read_rows("DATA", "mydata/tickets.csv", problems)
+    assert not problems and [row.rewards for row in rows] == [(-3.5, -1.0, -2.0), (-9.0, -2.25, -1.0)]
+    assert [date_of(row) for row in rows] == ["2026-09-01", "2026-09-02"]
+    assert rows[0].messages[0][1].startswith("Ticket: severity 4, 2 in the queue. Answer [0] wait")

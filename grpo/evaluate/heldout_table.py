@@ -11,8 +11,10 @@ HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped", "Answe
 # Names of the models for readers, by their keys in evaluation.json.
 MODEL_NAMES = {
     "before": "base model",
+    "start": "start adapter",
     "after": "trained",
     "before_greedy": "base model, greedy",
+    "start_greedy": "start adapter, greedy",
     "after_greedy": "trained, greedy",
 }
 
@@ -58,7 +60,8 @@ def evaluation_table(results: Mapping[str, Any]) -> str:
     header, rows = heldout_table(results)
     # Only rewards keep their intervals, because a terminal is narrow.
     rows = [row[:2] + [cell.partition(" (")[0] for cell in row[2:]] for row in rows]
-    others = {"difference": "base model", "difference_constant": f"always [{results.get('constant_action')}]"}
+    others = {"difference": "base model", "difference_start": "start adapter"}
+    others |= {"difference_constant": f"always [{results.get('constant_action')}]"}
     for key, other in others.items():
         if key in results:
             rows.append([f"trained - {other}", with_interval(results[key], "reward", "+.3f")])

@@ -4,6 +4,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -49,6 +50,11 @@ def test_sft_teaches_the_answers_and_grpo_starts_there(runs):
     assert start["step"] == 0 and start["heldout_reward"] > before + 0.05, "`before` is the base model's"
     assert after == pytest.approx(start["heldout_reward"], abs=1e-3)
     assert best["base"]["heldout_reward"] == before
+    assert result["start"]["reward"] == start["heldout_reward"] and result["start_greedy"]["reward"] > before
+    gain = result["after"]["reward"] - result["start"]["reward"]
+    assert result["difference_start"]["reward"] == pytest.approx(gain, abs=1e-6) and "difference" in result
+    assert "|start adapter|" in re.sub(r"<[^>]+>", "|", (runs.grpo / "report.html").read_text())
+    assert "the adapter it started from" in best["in_words"] or best["step"] == 0
     (row,) = read_csv(runs.grpo / "metrics.csv")
     assert float(row["kl"]) > 0.02, "the reference is the base model, not the start adapter"
     learned, trained = (load_file(folder / ADAPTER) for folder in (runs.sft, runs.grpo))
