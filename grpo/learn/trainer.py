@@ -192,11 +192,14 @@ class Trainer(Learner):
 
     def write_model_card(self, folder: str | Path) -> None:
         """Writes README.md of the adapter in `folder`; in OUTPUT_DIR it also says which adapter to load."""
-        step, note, adapter = self.state.global_step, "", "."
-        if Path(folder) == self.run.folder:
+        step, note, adapter = self.state.global_step, "", Path(folder)
+        if adapter == self.run.folder:
             record = read_best(self.run.folder)
-            note, adapter = loading_advice(record, step), BEST if record and not objection(record) else "."
-        card = model_card(self.run.settings, step, self.reward_summary, note, adapter)
+            note, adapter = (
+                loading_advice(record, step),
+                adapter / BEST if record and not objection(record) else adapter,
+            )
+        card = model_card(self.run.settings, step, self.reward_summary, adapter, note)
         write_text(Path(folder) / "README.md", card)
 
     # ---- Logs ----
