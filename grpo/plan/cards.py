@@ -91,7 +91,7 @@ def step_times(name: str) -> tuple[Times, str]:
     for length, time in (H200 if card.free > LARGE else OLDER_KERNELS).items():
         learning = time.learning * tflops
         times[length] = StepTime(time.rollout * bandwidth + learning, learning)
-    return times, "ESTIMATED from an H200's by bandwidth and TFLOPS: nobody has measured this card, take it as a limit"
+    return times, "ESTIMATED from an H200's by bandwidth and TFLOPS: nobody has measured this card"
 
 
 def rollout_seconds(times: Times, completions: int, length: int) -> float:

@@ -146,7 +146,7 @@ def time_lines(resolved: ResolvedRun) -> Iterator[Line]:
     lengths = (s.MAX_COMPLETION_LEN // 2, s.MAX_COMPLETION_LEN)
     seconds = [step_seconds(times, s, length) for length in lengths]
     range_text = f"{seconds[0]:.0f} s if completions have {lengths[0]:,} tokens, {seconds[1]:.0f} s at {lengths[1]:,}"
-    yield "step time", f"{range_text}, on an {name} ({source})"
+    yield "step time", f"{range_text}, on the card {name} ({source})"
     count = 0 if resolved.exact else len(resolved.eval_rows) * s.EVAL_SAMPLES
     evaluating = [evaluation_seconds(s, rollout_seconds(times, count, length)) for length in lengths]
     training = [s.TOTAL_STEPS * value for value in seconds]

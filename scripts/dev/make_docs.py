@@ -18,13 +18,26 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, reflow
+from grpo.data.heldout import MOST_HELD_OUT
 from grpo.figures.text import markdown_table
 from grpo.output.logs import COMPLETIONS, METRICS
-from grpo.plan.cards import CARDS, LONG, NAMES, PROMPT_TOKENS, RAM, SHORT, Card
+from grpo.plan.cards import (
+    CARDS,
+    LONG,
+    NAMES,
+    PROMPT_TOKENS,
+    RAM,
+    SHORT,
+    Card,
+    rollout_seconds,
+    step_seconds,
+    step_times,
+)
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan, PlanInputs, plan_memory
 from grpo.preflight.choices import choose_checkpointing, choose_experts
+from grpo.preflight.preview import START_SECONDS, evaluation_seconds
 from grpo.process.ending import ExitCode
 from grpo.settings.help import setting_rows
 from grpo.settings.parsing import MAY_CHANGE
@@ -85,6 +98,32 @@ def picture_of_a_run() -> str:
     return architecture.draw({card.label: plan_for_card(card, LONG) for card in (NAMES["H100"], NAMES["4090"])})
 
 
+# Dollars an hour of a card, as stored copies of these pages had them.
+PRICES = {
+    "4090": (0.29, "[OpenRelay](https://openrelay.inc/pricing), 20 Sep 2026"),
+    "L40S": (0.94, "[Verda](https://verda.com/pricing), spot, 29 Oct 2026"),
+    "A100": (1.79, "[RunPod](https://www.runpod.io/pricing), 9 Nov 2026"),
+    "H100": (3.99, "[RunPod](https://www.runpod.io/pricing), 9 Nov 2026"),
+    "H200": (4.59, "[RunPod](https://www.runpod.io/pricing), 7 Oct 2026"),
+}
+
+
+def costs() -> str:
+    """Hours and dollars of the default run on some cards, by the estimates that `--check --card` prints."""
+    rows, settings, lengths = [], Settings(USE_VLLM=True), (LONG // 2, LONG)
+    for name, (price, source) in PRICES.items():
+        times = step_times(name)[0]
+        steps = [step_seconds(times, settings, length) for length in lengths]
+        count = MOST_HELD_OUT * settings.EVAL_SAMPLES
+        evaluations = [evaluation_seconds(settings, rollout_seconds(times, count, length)) for length in lengths]
+        totals = [START_SECONDS + settings.TOTAL_STEPS * a + b for a, b in zip(steps, evaluations, strict=True)]
+        hours = [seconds / 3600 for seconds in totals]
+        known = {2: "measured", 1: "partly measured", 0: "estimate"}[len(NAMES[name].measured)]
+        seconds, cost = (" to ".join(f"{v:.0f}" for v in values) for values in (steps, [h * price for h in hours]))
+        rows.append([name, seconds, known, " to ".join(f"{h:.1f}" for h in hours), f"{price:.2f}", cost, source])
+    return table(["Card", "s a step", "", "Hours", "$ an hour", "$", "Price"], rows)
+
+
 def exit_codes() -> str:
     """The table of exit codes."""
     return table(["Exit code", "How the run ended"], [[str(int(code)), code.sentence] for code in ExitCode])
@@ -93,6 +132,7 @@ def exit_codes() -> str:
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"cards": fitting_cards},
+    "docs/install.md": {"costs": costs},
     "docs/report.md": {"exit codes": exit_codes},
     "docs/settings.md": {"settings": settings_tables},
     "docs/metrics.md": {

@@ -90,7 +90,7 @@ def planned(tmp_path, card, **settings):
 def test_time_and_money_on_a_card_that_is_not_here(tmp_path, card, step, source):
     text = preview(planned(tmp_path, card, PRICE_PER_HOUR=4.0))
     (time,) = [line for line in lines_of(text) if line.startswith("step time")]
-    assert step in time and f"on an {card} ({source}" in time
+    assert step in time and f"on the card {card} ({source}" in time
     (hours,) = [line.split() for line in lines_of(text) if line.startswith("hours")]
     (money,) = [line.split() for line in lines_of(text) if line.startswith("money")]
     assert float(hours[3]) > float(hours[1]) > 0
