@@ -71,9 +71,9 @@ def test_what_may_not_continue(tmp_path):
 
 def test_a_run_writes_its_settings_for_a_shell(tmp_path):
     """Only what the user gave, quoted: a shell has the same settings, but for the folder and its deletion."""
-    given = {"DATA": "my days/*.csv", "LEARNING_RATE": 1e-4, "SYSTEM_PROMPT": "It's $5", "OVERWRITE": True}
-    settings = Settings(OUTPUT_DIR=str(tmp_path / "run"), **given)
-    sources = dict.fromkeys(FIELDS, "default") | dict.fromkeys([*given, "OUTPUT_DIR"], "environment")
+    chosen = {"DATA": "my days/*.csv", "LEARNING_RATE": 1e-4, "SYSTEM_PROMPT": "It's $5", "OVERWRITE": True}
+    settings = Settings(OUTPUT_DIR=str(tmp_path / "run"), **chosen)
+    sources = dict.fromkeys(FIELDS, "default") | dict.fromkeys([*chosen, "OUTPUT_DIR"], "environment")
     prepare_run(inspect(settings)[0], settings, {"settings.json": {"sources": sources}})
     command = f"set -a; . {tmp_path}/run/run.env; set +a; env"
     done = subprocess.run(["env", "-i", "PATH=/usr/bin:/bin", "sh", "-c", command], capture_output=True, text=True)
