@@ -78,6 +78,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     }
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
     rows = [(label, without_folders(str(known[name]))) for label, name in names.items()]
+    if start := settings.get("INIT_ADAPTER"):
+        rows.append(("Starts from", "/".join(Path(str(start)).parts[-2:])))
     rows.append(("Machine", str(machine.get("gpu") or f"no GPU, {machine.get('cores', '?')} cores")))
     time = f"{duration(seconds.sum())}, median {duration(seconds.median())} a step"
     rows.append(("Steps", f"{run.steps} of {known['TOTAL_STEPS']}; {time}"))

@@ -74,7 +74,7 @@ def reward_lines(rows: Sequence[Row]) -> Iterator[Line]:
     actions = max(map(len, rewarded))
     for k in range(min(actions, MOST_LISTED)):
         column = [row[k] for row in rewarded if k < len(row)]
-        figures = " ".join(f"{value:>9.4g}" for value in (fmean(column), min(column), max(column)))
+        figures = " ".join(f"{value + 0.0:>9.4g}" for value in (fmean(column), min(column), max(column)))
         yield "", f"{f'[{k}]':>8} {figures}   {best[k] / len(rewarded):.0%} of {len(rewarded)} rows"
     if actions > MOST_LISTED:
         yield "", f"and {actions - MOST_LISTED} more actions"
@@ -114,7 +114,7 @@ def answer_lines(resolved: ResolvedRun) -> Iterator[Line]:
         return  # The checks have reported it.
     yield "made-up answers", f"to {rows[0].id}, and what they earn before weights:"
     for (meaning, _), values in zip(answers, scores, strict=True):
-        earned = ", ".join(f"{name} {value:.4g}" for name, value in zip(names, values, strict=True))
+        earned = ", ".join(f"{name} {value + 0.0:.4g}" for name, value in zip(names, values, strict=True))
         yield "", f"{meaning}: {earned}"
 
 
