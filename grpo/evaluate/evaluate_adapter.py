@@ -181,10 +181,8 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
         print(f"--data: {note}", flush=True)
     if split is None and (count := trained_rows(options, s, rows)):
         results["trained_on"] = count
-        fault = f"{count} of {len(rows)} rows have prompts that {options.run} was trained on"
-        print(
-            f"--data: {fault}: the scores say less of others. Without --data its held-out rows are scored", flush=True
-        )
+        fault = f"--data: {count} of {len(rows)} rows have prompts that {options.run} was trained on"
+        print(f"{fault}: they flatter it. Without --data its held-out rows are scored", flush=True)
     shown = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
     print(f"{s.MODEL_ID}, {len(rows)} {'held-out ' if split else ''}rows, rewards {shown}", flush=True)
     kind = "exact" if exact.value else "sampled"

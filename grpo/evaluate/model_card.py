@@ -90,11 +90,8 @@ def model_readme(s: Settings, adapter: Path, where: str, form: str = "", share: 
     is_grpo = (run / "metrics.csv").is_file()  # scripts/sft.py writes none
     tags = f"grpo, {form or 'lora'}" if is_grpo else form or "lora"
     base_tags = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
-    code = asking_code(s, base, where, is_on_experts(adapter))
-    if form:
-        code = (
-            f"{asking_code(s, where)}\n\nTo serve it, or to ask it as the run was asked:\n\n{serving(s, where, form)}"
-        )
+    code = asking_code(s, where) if form else asking_code(s, base, where, is_on_experts(adapter))
+    code += f"\n\nTo serve it, or to ask it with scripts/ask.py:\n\n{serving(s, where, form)}" if form else ""
     survived = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
     description = FORMS[form].format(base=base)
     return f"""---

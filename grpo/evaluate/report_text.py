@@ -49,11 +49,14 @@ def heldout_verdict(run: Run) -> str:
     """`reward_verdict` of a run; before the last evaluation how far the run has come."""
     if not run.evaluation.get("before") or run.evaluation.get("after"):
         return reward_verdict(run.evaluation)
-    rewards = run.evaluated_steps()["heldout_reward"].dropna()
-    steps, state = run.settings.get("TOTAL_STEPS", "?"), f"Held-out reward was {rewards.iloc[0]:.3f} before training"
-    if len(rewards) > 1:
-        state += f" and {rewards.iloc[-1]:.3f} after step {rewards.index[-1]}"
-    return f"{state}. Training stands at step {run.steps} of {steps}: the comparison comes after the last."
+    state = f"Training stands at step {run.steps} of {run.settings.get('TOTAL_STEPS', '?')}"
+    measured = [
+        f"{reward:.3f} {f'after step {step}' if step else 'before training'}"
+        for step, reward in run.evaluated_steps()["heldout_reward"].dropna().items()
+    ]
+    if measured:
+        state = f"Held-out reward was {' and '.join(dict.fromkeys([measured[0], measured[-1]]))}. {state}"
+    return f"{state}: the comparison comes after the last."
 
 
 def without_repeats(verdicts: Sequence[str]) -> list[str]:

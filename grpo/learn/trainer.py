@@ -195,10 +195,8 @@ class Trainer(Learner):
         step, note, adapter = self.state.global_step, "", Path(folder)
         if adapter == self.run.folder:
             record = read_best(self.run.folder)
-            note, adapter = (
-                loading_advice(record, step),
-                adapter / BEST if record and not objection(record) else adapter,
-            )
+            note = loading_advice(record, step)
+            adapter = adapter / BEST if record and not objection(record) else adapter
         card = model_card(self.run.settings, step, self.reward_summary, adapter, note)
         write_text(Path(folder) / "README.md", card)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run offers for download: the zip, and the adapter's model card."""
 
+import functools
 import json
 import os
 import re
@@ -32,17 +33,18 @@ def asking_code(s: Settings, base: str, adapter: str = "", experts: bool = False
     are then dequantized, because PEFT silently skips quantized ones."""
     imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer" + (", Mxfp4Config" if experts else "")]
     option = ", quantization_config=Mxfp4Config(dequantize=True)" if experts else ""
+    text = functools.partial(json.dumps, ensure_ascii=False)  # A string of JSON is one of Python.
     lines = [
-        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(base)})",
-        f'model = AutoModelForCausalLM.from_pretrained({json.dumps(base)}, dtype="auto", device_map="auto"{option})',
+        f"tokenizer = AutoTokenizer.from_pretrained({text(base)})",
+        f'model = AutoModelForCausalLM.from_pretrained({text(base)}, dtype="auto", device_map="auto"{option})',
     ]
     if adapter:
         imports.insert(0, "from peft import PeftModel")
-        lines.append(f"model = PeftModel.from_pretrained(model, {json.dumps(adapter)})")
+        lines.append(f"model = PeftModel.from_pretrained(model, {text(adapter)})")
     lines += ['messages = [{"role": "user", "content": "Your question"}]']
     if s.SYSTEM_PROMPT:
-        lines.append(f'messages.insert(0, {{"role": "system", "content": {json.dumps(s.SYSTEM_PROMPT)}}})')
-    ending = f" + {json.dumps(ANSWER_BEFORE)}" if s.DIRECT_ANSWERS else ""
+        lines.append(f'messages.insert(0, {{"role": "system", "content": {text(s.SYSTEM_PROMPT)}}})')
+    ending = f" + {text(ANSWER_BEFORE)}" if s.DIRECT_ANSWERS else ""
     lines += [
         "text = tokenizer.apply_chat_template(",
         f'    messages, add_generation_prompt=True, tokenize=False, reasoning_effort="{s.REASONING_EFFORT}"',
@@ -94,12 +96,8 @@ This code asks it; scripts/ask.py also takes the run's `PROMPT_DATE` in place of
 
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl")  # Loading a pickle, such as an optimizer state, runs the code in it.
-FILES_WITH_PATHS = (
-    TRAINING_LOG,
-    "adapter_config.json",
-    "report.html",
-    "README.md",
-)  # These files name paths of the machine.
+# These files name paths of the machine.
+FILES_WITH_PATHS = (TRAINING_LOG, "adapter_config.json", "report.html", "README.md")
 
 
 def without_paths(folder: Path, text: str) -> str:
