@@ -7,7 +7,7 @@ from typing import Any
 from grpo.figures.text import finite_number, object_at, table_lines, with_interval, wrapped
 from grpo.figures.verdict import reward_comparisons, verdict
 
-HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped", "Answers by action"]
+HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Cut off", "Answers by action"]
 # Names of the models for readers, by their keys in evaluation.json.
 MODEL_NAMES = {
     "before": "base model",
