@@ -12,7 +12,6 @@ from grpo.learn.trainer import Trainer
 from grpo.output import best
 from grpo.output.archive import model_card
 from grpo.output.durable import is_intact, read_sealed, write_sealed, write_text
-from grpo.output.layout import BEST
 from grpo.phases import Phase
 from grpo.preflight.resolve import ResolvedRun
 from grpo.tasks.simulator import GREEDY, Record, Simulator, load_simulator
@@ -129,8 +128,7 @@ class Progress:
         def save(folder: Path, chosen: best.Record) -> None:
             trainer.model.save_pretrained(str(folder))
             words = f"S{chosen['in_words'][1:]}.\n"
-            final = trainer.run.folder / BEST  # `folder` is renamed to it.
-            card = model_card(s, trainer.state.global_step, trainer.reward_summary, final, words)
+            card = model_card(s, trainer.state.global_step, trainer.reward_summary, words)
             write_text(folder / "README.md", card)
 
         if resolved.best_by == "reward":

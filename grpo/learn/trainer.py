@@ -192,12 +192,12 @@ class Trainer(Learner):
 
     def write_model_card(self, folder: str | Path) -> None:
         """Writes README.md of the adapter in `folder`; in OUTPUT_DIR it also says which adapter to load."""
-        step, note, adapter = self.state.global_step, "", Path(folder)
-        if adapter == self.run.folder:
+        step, note, adapter = self.state.global_step, "", None
+        if Path(folder) == self.run.folder:
             record = read_best(self.run.folder)
             note = loading_advice(record, step)
-            adapter = adapter / BEST if record and not objection(record) else adapter
-        card = model_card(self.run.settings, step, self.reward_summary, adapter, note)
+            adapter = self.run.folder / BEST if record and not objection(record) else self.run.folder
+        card = model_card(self.run.settings, step, self.reward_summary, note, adapter)
         write_text(Path(folder) / "README.md", card)
 
     # ---- Logs ----

@@ -56,13 +56,20 @@ def asking_code(s: Settings, base: str, adapter: str = "", experts: bool = False
     return "\n".join(["```python", *imports, "", *lines, "```"])
 
 
-def model_card(s: Settings, step: int, functions: str, adapter: Path, note: str = "") -> str:
+def model_card(s: Settings, step: int, functions: str, note: str = "", adapter: Path | None = None) -> str:
     """README.md of an adapter after `step` steps (https://huggingface.co/docs/hub/model-cards). `functions`: its reward
-    functions, empty for scripts/sft.py; `adapter`: the folder of the adapter that its code loads; `note`: its first
-    paragraph."""
+    functions, empty for scripts/sft.py; `note`: its first paragraph; `adapter`: the folder that its code loads from
+    anywhere. Without one the code loads the card's own folder: a checkpoint may go on elsewhere, where a path of this
+    machine would be wrong."""
     base, local = base_model_name(s)
     base_model = "" if local else f"\nbase_model: {base}"
-    path = str(ROOT / TINY if base == TINY else Path(s.MODEL_ID).resolve()) if local else base
+    path, where = base, "from any folder"
+    if adapter and local:
+        path = str(ROOT / TINY if base == TINY else Path(s.MODEL_ID).resolve())
+    elif not adapter:
+        where = "from the folder of this file"
+        where += " and with the path of the base model's folder" if local else ""
+        where += f", {TINY} of the project train_grpo.py" if base == TINY else ""
     if functions:
         tag, method, logs = "grpo", "GRPO ([paper](https://arxiv.org/abs/2402.03300))", ", `metrics.csv` each step"
         batch = f"{s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {functions}"
@@ -89,9 +96,9 @@ tags: [{tag}, lora]{base_model}
 on {s.LORA_TARGETS}, {batch}.
 The run's `settings.json` holds every setting, `versions.json` the packages' versions{logs}.
 
-This code asks it; scripts/ask.py also takes the run's `PROMPT_DATE` in place of today's:
+To ask it, {where} (scripts/ask.py also takes the run's `PROMPT_DATE` in place of today's):
 
-{asking_code(s, path, str(adapter), "experts" in s.LORA_TARGETS)}
+{asking_code(s, path, str(adapter or "."), "experts" in s.LORA_TARGETS)}
 """
 
 

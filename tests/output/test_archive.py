@@ -77,7 +77,7 @@ def test_a_planted_link_is_not_written_through(folder, tmp_path):
 
 def test_the_model_card_names_a_hub_model_and_a_folder(tmp_path):
     def card(adapter="run", functions="action x 1", **settings):
-        return model_card(Settings(**settings), 7, functions, tmp_path / adapter)
+        return model_card(Settings(**settings), 7, functions, adapter=tmp_path / adapter if adapter else None)
 
     assert "base_model: openai/gpt-oss-20b\n" in card().split("---\n")[1] and "trained for 7 steps" in card()
     assert 'from_pretrained("openai/gpt-oss-20b"' in card() and "Mxfp4Config" not in card()
@@ -85,9 +85,11 @@ def test_the_model_card_names_a_hub_model_and_a_folder(tmp_path):
     direct = card(DIRECT_ANSWERS=True)
     assert "completions each" not in direct and "max_new_tokens=1)" in direct
     assert ') + "<|channel|>final<|message|>["\n' in direct
-    assert f'from_pretrained(model, "{tmp_path}/run/best")' in card("run/best")
+    assert f'from_pretrained(model, "{tmp_path}/run/best")' in card("run/best") and "from any folder" in card()
     assert '{"role": "system", "content": "Say \\"no\\""}' in card(SYSTEM_PROMPT='Say "no"')
     (tmp_path / "mine").mkdir()
-    local = card(MODEL_ID=str(tmp_path / "mine"))
-    assert f'from_pretrained("{tmp_path}/mine"' in local and "base_model:" not in local
-    assert "A LoRA adapter for mine, trained" in local
+    local = {"MODEL_ID": str(tmp_path / "mine")}
+    assert f'from_pretrained("{tmp_path}/mine"' in card(**local) and "base_model:" not in card(**local)
+    saved = card(adapter="", **local)
+    assert str(tmp_path) not in saved and 'from_pretrained("mine"' in saved and 'from_pretrained(model, ".")' in saved
+    assert "from the folder of this file and with the path of the base model's folder (" in saved

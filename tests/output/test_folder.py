@@ -79,7 +79,7 @@ def test_a_run_writes_its_settings_for_a_shell(tmp_path):
     done = subprocess.run(["env", "-i", "PATH=/usr/bin:/bin", "sh", "-c", command], capture_output=True, text=True)
     lines = {line for line in done.stdout.splitlines() if not line.startswith(("PWD=", "PATH=", "_=", "SHLVL="))}
     assert lines == {"DATA=my days/*.csv", "LEARNING_RATE=0.0001", "SYSTEM_PROMPT=It's $5"}
-    assert f"# OUTPUT_DIR={tmp_path}/run" in (tmp_path / "run/run.env").read_text()
+    assert str(tmp_path) not in (tmp_path / "run/run.env").read_text(), "it may be shared"
 
 
 def test_the_commit_of_its_model(tmp_path):

@@ -107,20 +107,19 @@ def test_the_zip_holds_everything_but_optimizer_states(whole_run):
     assert inside <= on_disk and "run/checkpoint-6/adapter_model.safetensors" in inside
 
 
-def test_the_model_card(whole_run, monkeypatch, tiny):
-    """In the run and in its checkpoints: no path of this machine, and the code in it loads the adapter."""
+def test_the_model_card(whole_run, tiny):
+    """In the run, whose code names its folder, and in its checkpoints, whose code names no path of this machine."""
     card, saved = ((whole_run / name / "README.md").read_text(encoding="utf-8") for name in ("", "checkpoint-6"))
-    assert "for data/tiny, trained for 6 steps with GRPO" in card and "data/tiny of the project train_grpo.py" in card
-    assert "base_model" not in card and "None" not in card and str(tiny.parent) not in card
+    for text in (card, saved):
+        assert (
+            "for data/tiny, trained for 6 steps with GRPO" in text and "base_model" not in text and "None" not in text
+        )
+    assert "data/tiny of the project train_grpo.py" in saved and str(tiny.parent) not in saved
+    assert 'from_pretrained(model, ".")' in saved and str(whole_run) not in saved
     note = card.split("\n\n")[2] + "\n\n"
     assert note.strip() == loading_advice(read_best(whole_run), 6).strip()
-    assert card.replace(note, "").replace('(base, "best")', '(base, ".")') == saved
-    assert ('from_pretrained(base, "best")' in card) == ("Load the adapter in `best/`" in note)
-    code = card.split("```python\n")[1].split("```")[0].replace('"data/tiny"', repr(str(tiny)))
-    monkeypatch.chdir(whole_run)
-    variables: dict = {}
-    exec(code.replace(', device_map="auto"', ""), variables)
-    assert all(p.abs().sum() > 0 for name, p in variables["model"].named_parameters() if "lora_" in name)
+    assert (f'(model, "{whole_run}/best")' in card) == ("Load the adapter in `best/`" in note)
+    assert f'(model, "{whole_run}' in card and f'from_pretrained("{tiny}")' in card
 
 
 def test_a_run_that_is_killed_moved_and_stopped_is_the_uninterrupted_one(whole_run, tmp_path):
