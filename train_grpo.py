@@ -3,7 +3,8 @@
 """Fine-tune gpt-oss-20b with GRPO on one GPU: one script, from CSVs of rewards to a trained LoRA adapter and a zip.
 
     python train_grpo.py --help                   every setting: default, unit, one sentence
-    python train_grpo.py --check                  every check, and the plan of the run
+    python train_grpo.py --check                  every check, the plan of the run, and a preview
+    python train_grpo.py --check --card H100      the same for a card that is not here
     MODEL_ID=tiny python train_grpo.py            the whole path, in minutes on two CPU cores
     DATA='days/*.csv' python train_grpo.py        the real run, on one GPU (README.md says which)
     torchrun --nproc-per-node 2 train_grpo.py     the same run on two of them (docs/clusters.md)
@@ -36,10 +37,13 @@ from grpo.output.folder import add_record, mark_complete, prepare_run
 from grpo.output.layout import ADAPTER, SETTINGS, UNFINISHED, lock_output_dir
 from grpo.output.logs import start_logging
 from grpo.phases import FILE_ONLY, Phase
+from grpo.plan.cards import rented_machine
 from grpo.plan.hub import fetch_weights
+from grpo.plan.machine import Machine
 from grpo.preflight.adapter import lora_options
 from grpo.preflight.banner import banner
 from grpo.preflight.checks import preflight, run_records
+from grpo.preflight.preview import preview
 from grpo.preflight.resolve import ResolvedRun
 from grpo.process import ending
 from grpo.process.ending import ExitCode, Finished, Outcome, StopRequest
@@ -65,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{help_text(__doc__)}\n\n{ending.exit_codes_text()}")
             return ExitCode.COMPLETE
         ranks.connect()
-        outcome = check_and_run(ranks, options.check)
+        outcome = check_and_run(ranks, options.check, rented_machine(options.card) if options.card else None)
     except (Exception, KeyboardInterrupt) as error:  # What comes after the run has begun, `run_to_the_end` reports.
         outcome = ending.decide_outcome(error)
         if outcome.is_fault or isinstance(error, OSError):
@@ -76,15 +80,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return outcome.code
 
 
-def check_and_run(ranks: Ranks, only_check: bool) -> Outcome:
-    """Locks OUTPUT_DIR, checks the input, and starts the run unless `only_check` is set, which needs no lock. Raises
-    InputError if a rank has a problem: a start that is refused leaves nothing behind, not even the lock file."""
+def check_and_run(ranks: Ranks, only_check: bool, machine: Machine | None = None) -> Outcome:
+    """Locks OUTPUT_DIR, checks the input, and starts the run unless `only_check` is set, which needs no lock. With a
+    `machine` the run is planned for that one. Raises InputError if a rank has a problem: a start that is refused leaves
+    nothing behind, not even the lock file."""
     lock, problem = (None, None) if only_check or ranks.rank else lock_output_dir(os.environ)
     outcome = None
     try:
         ranks.share_problem(problem)
-        resolved = preflight(os.environ, None, ranks)
+        resolved = preflight(os.environ, machine, ranks)
         print(banner(resolved, every_setting=only_check))
+        if only_check and not ranks.rank:
+            print(preview(resolved))
         if resolved.problems:
             raise InputError(*resolved.problems)
         if only_check:

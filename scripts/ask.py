@@ -5,6 +5,7 @@
     python scripts/ask.py runs/first/best "What now? Answer [0], [1] or [2]."
     python scripts/ask.py runs/first/best --csv prompts.csv > answers.csv
     python scripts/ask.py runs/first/best --serve   # prints vllm serve ..., curl ...
+    python scripts/ask.py --model merged "What now?"   # a model without an adapter, as of export.py
 
 The adapter is a run's folder (its last step), its best/, a checkpoint, or any LoRA of PEFT.
 Prompts are rendered as the run rendered them; a CSV is read as DATA is (docs/data.md), rewards
@@ -27,7 +28,7 @@ from grpo.process.ending import run_script
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("adapter", type=Path, metavar="RUN_OR_ADAPTER", help="folder of the adapter")
+    parser.add_argument("adapter", nargs="?", type=Path, metavar="RUN_OR_ADAPTER", help="folder of the adapter")
     parser.add_argument("prompt", nargs="?", help="the user's message, or a conversation rendered in Harmony")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message to go with it")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="prompts in a file like DATA's, instead of one prompt")
@@ -36,6 +37,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", action="store_true", help="ask the base model, without the adapter")
     parser.add_argument("--serve", action="store_true", help="print how to serve it with vLLM, and start nothing")
     args = parser.parse_intermixed_args(argv)  # the prompt may also come after options
+    if args.model and args.adapter and args.prompt is None and not args.adapter.is_dir():
+        args.adapter, args.prompt = None, str(args.adapter)  # `--model` alone names what is asked.
+    if args.adapter is None and not args.model:
+        parser.error("name the folder of an adapter, or a model with --model")
     if bool(args.csv) + (args.prompt is not None) + (args.serve and args.prompt is None) != 1:
         parser.error("give a prompt, or --csv FILE, or --serve (with a prompt or without)")
     return args
@@ -49,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Progress goes to stderr: stdout may be redirected to a file of answers.
     with contextlib.redirect_stdout(sys.stderr):
         answers = ask(args)
-    note_best(args.adapter)
+    if args.adapter:
+        note_best(args.adapter)
     if args.csv:
         table = as_csv(answers)  # A file gets the answers as they are.
         print(printable(table) if sys.stdout.isatty() else table, end="")

@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         note_best(args.adapter)
         if not args.out:
             s, _, base = prepare(args)
-            with staged_adapter(s, args.adapter, base) as folder:
+            with staged_adapter(s, args.adapter, base, args.push) as folder:
                 print(f"uploaded: {upload(folder, args.push)}")
             return 0
         share = export(args)

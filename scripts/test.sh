@@ -50,6 +50,11 @@ fi
 # Tests that read vLLM's source are skipped where it is not there; in CI they must run, so it is fetched (290 MiB, once).
 [ -z "${CI:-}" ] || "$python" tests/vllm_source.py
 
+# So must the test that opens the report in a browser, and a CI machine is one's own to install on.
+if [ -n "${CI:-}" ] && ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null
+fi
+
 # No test may depend on the network, and a hub that answers slowly must not slow them down.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # The models in the tests are tiny: threads that wait for each other cost more than they bring, minutes on busy cores.

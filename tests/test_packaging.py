@@ -79,6 +79,15 @@ def test_help_starts_nothing(name):
     assert done.returncode == 0 and f"bash scripts/{name}.sh" in done.stdout
 
 
+def test_the_demo_that_speaks_says_what_it_lacks(tmp_path):
+    environ = {"PATH": os.environ["PATH"], "MODEL_ID": str(tmp_path), "VENV": str(tmp_path)}
+    command = ["bash", f"{ROOT}/scripts/demo.sh", "--language"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2 and "make_model.py smollm2 --source" in done.stderr
+    done = subprocess.run([*command[:2], "--speak"], env=environ, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2 and "it takes --language or nothing" in done.stderr
+
+
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
     """Runs setup.sh in a folder of its own, with `commands` first on its PATH; a setting of None is left out."""

@@ -28,6 +28,7 @@ from grpo.reward.calling import load_rewards
 from grpo.reward.loading import is_by_action, reward_specs
 from grpo.rollout.sampler import Sample
 from grpo.settings.table import FIELDS, Settings
+from grpo.tasks.simulator import SimulationPlan
 
 LOSSES = FIELDS["LOSS_TYPE"].metadata["choices"]
 
@@ -55,6 +56,7 @@ def build(settings, tiny, folder, ranks=None, rows=None):
         packing="prefix",
         ranks=ranks or Ranks(),
         action_functions=tuple(by_action),
+        closed_loop=SimulationPlan(),
     )
     trainer = Trainer(
         RunContext(resolved, StopRequest()),

@@ -39,6 +39,7 @@ RESERVED_ARGUMENTS = {
 }  # fmt: skip
 PROMPT_COLUMNS = ("prompt", "user", "question")
 FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
+TABLE_DOC = "docs/data.md#from-a-table-to-the-format"
 MOST_PROBLEMS = 20  # So many problems of a file are listed; further ones are only counted.
 ROW_LOCATION = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
 # Keys of a message in TRL's form or in ShareGPT's, as text that cannot be parsed holds them.
@@ -118,7 +119,9 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
             problems.add(where, problem, "Rename one of the two")
     if not {*PROMPT_COLUMNS, "messages"} & set(header):
         problem = f"there is neither a `prompt` nor a `user` column among {join_names(header)}"
-        fix = f"Add one of them (or `question`, or `messages`); {FORMATS_DOC} makes one of other columns"
+        fix = f"Add one of them (or `question`, or `messages`); {TABLE_DOC} makes one of other columns in eight lines"
+        if other := next((name for name in header if name.lower() in (*PROMPT_COLUMNS, "messages")), None):
+            fix = f"Rename `{other}` to `{other.lower()}`"
         problems.add(where, problem, fix)
     actions = sorted(int(match[1]) for match in map(REWARD_COLUMN.fullmatch, header) if match)
     values = sorted(int(match[1]) for match in map(Q_COLUMN.fullmatch, header) if match)

@@ -21,7 +21,8 @@ Columns = dict[str, Cell]
 Record = tuple[str, Columns]  # The location for messages ("FILE, row 3"), and the columns of the record.
 Table = tuple[list[str], list[Record]]  # The names of the columns, and the records.
 
-SEPARATED_NAMES = re.compile(r"\w+([;\t])\w+(?:\1\w+)*")  # Names of columns; a prompt has other characters.
+SEPARATED_NAMES = re.compile(r"[\w ]+([;\t])[\w ]+(?:\1[\w ]+)*")  # Names of columns; a prompt has other characters.
+EXCELS_LINE = re.compile(r"sep=(.?)")  # Its first line where it names the separator.
 csv.field_size_limit(2**31 - 1)  # Cells of data and logs may exceed Python's default of 131,072 characters.
 
 
@@ -58,9 +59,16 @@ def read_text(path: Path) -> str:
 
 
 def check_separator(path: Path, header: Sequence[str]) -> None:
-    """Raises UnreadableFile if semicolons or tabs separate the header's names, as where Excel is set to German."""
+    """Raises UnreadableFile if semicolons or tabs separate the header's names, as where Excel is set to German, or if
+    the first line names the separator, as Excel takes it."""
+    fix = "Save it with commas: pandas.read_csv({!r}, sep={!r}{}).to_csv({!r}, index=False)"
+    if match := EXCELS_LINE.fullmatch(header[0]):
+        mark, name = match[1] or ",", path.name
+        fault = f"its first line is {header[0]!r}, which only Excel takes, and no header"
+        raise UnreadableFile(path, fault, fix.format(name, mark, ", skiprows=1", name))
     if len(header) == 1 and (match := SEPARATED_NAMES.fullmatch(header[0])):
-        raise UnreadableFile(path, f"its columns are separated by {match[1]!r}, not by commas", "Save it with commas")
+        fault = f"its columns are separated by {match[1]!r}, not by commas"
+        raise UnreadableFile(path, fault, fix.format(path.name, match[1], "", path.name))
 
 
 def read_csv_table(path: Path, problems: Problems) -> Table:

@@ -22,6 +22,13 @@ DATE_COLUMNS = {"timestamp", "datetime", "date", "day", "time", "created_at", "�
 YEAR_FIRST = re.compile(r"\s*([0-9]{4})([-/.年])([0-9]{1,2})[-/.月]([0-9]{1,2})(?![0-9])")
 DAY_FIRST = re.compile(r"\s*([0-9]{1,2})\.([0-9]{1,2})\.([0-9]{4})(?![0-9])")
 AMBIGUOUS = re.compile(r"\s*([0-9]{1,2})[/-]([0-9]{1,2})[/-]([0-9]{4})(?![0-9])")
+# Forms that are only named to the user, because they are not read: 20250601, June 1, 2025, 1 Jun 2025.
+MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+OTHER_FORMS = re.compile(
+    rf"\s*(?:(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?!\d)"
+    rf"|(?:\w+,?\s+)?(?:{MONTH}\s+\d{{1,2}}|\d{{1,2}}[\s-]{MONTH}),?[\s-]+\d{{2,4}}(?!\d))",
+    re.IGNORECASE,
+)
 LEAST_GROUPS = 20  # Days or prompts that DATA must have before any is held out.
 MOST_HELD_OUT = 64  # Most held-out rows that are evaluated.
 
@@ -154,7 +161,7 @@ def date_notes(rows: Sequence[Row]) -> list[str]:
         cells = [row.columns.get(name) for row in dateless]
         if name.strip().lower() in DATE_COLUMNS and any(cells):
             fault = f"{next(filter(None, cells))!r} is no date that is recognised"
-        elif all(map(read_date, cells)):
+        elif all(read_date(cell) or OTHER_FORMS.match(str(cell)) for cell in cells):
             fault = f"the name is not one for dates such as {cells[0]!r}"
         else:
             continue

@@ -95,11 +95,17 @@ def serve_commands(options: argparse.Namespace) -> str:
     s, files, rows = prepare(options)
     if faults := vllm_faults(files.config, s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN):
         raise InputError(*(f"MODEL_ID={s.MODEL_ID}: {fault}. Ask without --serve" for fault in faults))
-    adapter, path = options.adapter.resolve(), s.MODEL_ID
+    path, lora, name = s.MODEL_ID, [], s.MODEL_ID
     if files.folder and (path == "tiny" or Path(path).is_dir()):
-        path = str(files.folder.resolve())
-    name = adapter.name if adapter.name != "best" else adapter.parent.name
-    rank = vllm_rank(read_json(adapter / CONFIG)["r"])
+        path = name = str(files.folder.resolve())
+    if options.adapter:
+        adapter = options.adapter.resolve()
+        name = adapter.name if adapter.name != "best" else adapter.parent.name
+        rank, targets = vllm_rank(read_json(adapter / CONFIG)["r"]), vllm_modules(is_on_experts(adapter))
+        lora = [
+            f"--enable-lora --lora-modules {shlex.quote(f'{name}={adapter}')}",
+            f"--max-lora-rank {rank} --lora-target-modules {' '.join(targets)}",
+        ]
     # The completions endpoint takes a rendered prompt; the chat endpoint would render it again, with today's date.
     body = {
         "model": name,
@@ -110,8 +116,7 @@ def serve_commands(options: argparse.Namespace) -> str:
     }
     serve = [
         f"vllm serve {shlex.quote(path)}",
-        f"--enable-lora --lora-modules {shlex.quote(f'{name}={adapter}')}",
-        f"--max-lora-rank {rank} --lora-target-modules {' '.join(vllm_modules(is_on_experts(adapter)))}",
+        *lora,
         f"--max-model-len {s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN}",
     ]
     # JSON's own escapes take the place of what a terminal would obey.

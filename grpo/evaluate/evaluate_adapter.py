@@ -6,12 +6,14 @@ import dataclasses
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo.common import InputError, Problems, split_commas
-from grpo.data.files import data_fingerprint, in_template, label, read_rows
-from grpo.data.heldout import Split, date_notes, read_split
+from grpo.data.files import Row, data_fingerprint, in_template, label, read_rows
+from grpo.data.formats import is_dataset
+from grpo.data.heldout import Split, date_notes, prompt_of, read_split
 from grpo.data.prepare import prepare_rows
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, new_results
 from grpo.evaluate.heldout_table import evaluation_table
@@ -57,6 +59,14 @@ def strange_rewards(options: argparse.Namespace, text: str) -> str | None:
             fault = f"{part} of its settings.json is a module in the adapter's own folder"
             return f"{options.run}: {fault}. If you trust that code, give --rewards {shlex.quote(text)}"
     return None
+
+
+def trained_rows(options: argparse.Namespace, s: Settings, rows: Sequence[Row]) -> int:
+    """How many of `rows` have prompts that the adapter's run trained on, as far as its DATA can be read here."""
+    if options.run is None or any(map(is_dataset, split_commas(s.DATA))):
+        return 0
+    trained = {prompt_of(row) for row in read_split(s, Problems(), train_only=True).train}
+    return sum(prompt_of(row) in trained for row in rows)
 
 
 def output_path(options: argparse.Namespace, name: str, problems: Problems) -> Path:
@@ -169,6 +179,10 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
     }
     for note in [] if split else date_notes(rows):  # The reason of a run's split names them already.
         print(f"--data: {note}", flush=True)
+    if split is None and (count := trained_rows(options, s, rows)):
+        results["trained_on"] = count
+        fault = f"--data: {count} of {len(rows)} rows have prompts that {options.run} was trained on"
+        print(f"{fault}: they flatter it. Without --data its held-out rows are scored", flush=True)
     shown = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
     print(f"{s.MODEL_ID}, {len(rows)} {'held-out ' if split else ''}rows, rewards {shown}", flush=True)
     kind = "exact" if exact.value else "sampled"

@@ -146,7 +146,7 @@ def export(options: argparse.Namespace) -> float | None:
             write_mxfp4(merged, folder)
         else:
             write_bf16(merged, files, folder)
-        card = model_readme(s, options.adapter, options.to, merged.share())
+        card = model_readme(s, options.adapter, options.push or str(options.out.resolve()), options.to, merged.share())
         write_text(folder / "README.md", card)
         sync_files(folder)
     return merged.share()

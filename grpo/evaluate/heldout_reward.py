@@ -45,8 +45,8 @@ class HeldoutEvaluation:
         return list(map(group_of, self.rows))
 
     def add_models(self, results: Results, names: Sequence[str]) -> None:
-        """Measure the models in `names` that the results lack: `before` is the base model, `after` the adapter. Also
-        compute the differences of the adapter."""
+        """Measure the models in `names` that the results lack: `before` is the base model, `after` the adapter, `start`
+        the one that it began as. Also compute the differences of the adapter."""
         for name in names:
             if name not in results:
                 results[name] = self.measure(name == "before")
@@ -54,9 +54,10 @@ class HeldoutEvaluation:
         self.add_differences(results)
 
     def add_differences(self, results: Results) -> None:
-        """Computes the differences of `after`, if it was measured, from `before` and from the best constant action."""
+        """Computes the differences of `after`, if it was measured, from other models and the best constant action."""
         after, constant = object_at(results, "after").get("reward_by_prompt"), results.get("constant_action")
-        others = {"difference": object_at(results, "before").get("reward_by_prompt")}
+        models = {"difference": "before", "difference_start": "start"}
+        others = {name: object_at(results, model).get("reward_by_prompt") for name, model in models.items()}
         others["difference_constant"] = None if constant is None else [row.rewards[constant] for row in self.rows]
         for name, other in others.items():
             results.pop(name, None)
@@ -158,17 +159,19 @@ def are_figures(value: object, rows: int) -> bool:
     return len(numbers) == rows + 1 and all(number is None or type(number) in (int, float) for number in numbers)
 
 
-def measure_rewards(evaluation: HeldoutEvaluation, folder: Path, base: bool) -> Results:
-    """Measure the held-out reward before training (`base`) or after it; write evaluation.json to `folder` and return
-    it. A resumed run keeps the figures of its start if they were measured under the same conditions."""
+def measure_rewards(evaluation: HeldoutEvaluation, folder: Path, base: bool, start: bool = False) -> Results:
+    """Measure the held-out reward before training (`base`), also of the adapter that it starts from (`start`), or after
+    training; write evaluation.json to `folder` and return it. A resumed run keeps the figures of its start if they were
+    measured under the same conditions."""
     path = folder / "evaluation.json"
     results = new_results(evaluation.model.settings, evaluation.rows, evaluation.exact)
     earlier = read_sealed(path) if is_intact(path) else {}
     is_same = all(earlier.get(name) == results[name] for name in ("samples", "temperature", "exact", "data_sha256"))
-    if is_same and all(are_figures(earlier.get(name), len(evaluation.rows)) for name in ("before", "before_greedy")):
-        results |= {name: earlier[name] for name in ("before", "before_greedy")}
+    for names in [("before", "before_greedy"), ("start", "start_greedy")] if is_same else []:
+        if all(are_figures(earlier.get(name), len(evaluation.rows)) for name in names):
+            results |= {name: earlier[name] for name in names}
     with Phase(f"held-out reward {'before' if base else 'after'} training") as phase:
-        evaluation.add_models(results, ("before",) if base else ("before", "after"))
+        evaluation.add_models(results, ["before", *(["start"] if start else []), *([] if base else ["after"])])
         phase.result = with_interval(results["before" if base else "after"], "reward").partition(" ")[0]
     write_sealed(path, results)
     if not base:

@@ -7,12 +7,14 @@ from typing import Any
 from grpo.figures.text import finite_number, object_at, table_lines, with_interval, wrapped
 from grpo.figures.verdict import reward_comparisons, verdict
 
-HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Clipped", "Answers by action"]
+HEADER = ["", "Reward", "Regret", "Parse rate", "Best action", "Cut off", "Answers by action"]
 # Names of the models for readers, by their keys in evaluation.json.
 MODEL_NAMES = {
     "before": "base model",
+    "start": "start adapter",
     "after": "trained",
     "before_greedy": "base model, greedy",
+    "start_greedy": "start adapter, greedy",
     "after_greedy": "trained, greedy",
 }
 
@@ -33,6 +35,14 @@ def heldout_rows(evaluation: Mapping[str, Any]) -> list[list[str]]:
     return [row + [""] * (len(HEADER) - len(row)) for row in rows]
 
 
+def heldout_table(evaluation: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows without the columns in which no model has a figure: rows without actions have no regret, and
+    exact figures no completions that were cut off."""
+    rows = heldout_rows(evaluation)
+    kept = [n for n in range(len(HEADER)) if not n or any(row[n] not in ("", "-") for row in rows)]
+    return [HEADER[n] for n in kept], [[row[n] for n in kept] for row in rows]
+
+
 def answers_by_action(figures: Mapping[str, Any]) -> str:
     """How many answers named each action and how many none: `[0] 12, [1] 0, none 3`; expected numbers if exact."""
     counts = figures.get("action_counts")
@@ -47,9 +57,11 @@ def evaluation_table(results: Mapping[str, Any]) -> str:
     samples = "one completion" if results["samples"] == 1 else f"{results['samples']} completions"
     how = "exact" if results["exact"] else f"{samples} a prompt"
     over = "prompts, of a day together" if results["by_day"] else "prompts"
+    header, rows = heldout_table(results)
     # Only rewards keep their intervals, because a terminal is narrow.
-    rows = [row[:2] + [cell.partition(" (")[0] for cell in row[2:]] for row in heldout_rows(results)]
-    others = {"difference": "base model", "difference_constant": f"always [{results.get('constant_action')}]"}
+    rows = [row[:2] + [cell.partition(" (")[0] for cell in row[2:]] for row in rows]
+    others = {"difference": "base model", "difference_start": "start adapter"}
+    others |= {"difference_constant": f"always [{results.get('constant_action')}]"}
     for key, other in others.items():
         if key in results:
             rows.append([f"trained - {other}", with_interval(results[key], "reward", "+.3f")])
@@ -60,4 +72,4 @@ def evaluation_table(results: Mapping[str, Any]) -> str:
         scores = {name: object_at(results[key], "functions", function) for key, name in names.items()}
         rows += [[f"  {name}", with_interval(figures, "reward")] for name, figures in scores.items()]
     heading = f"Mean reward at temperature {results['temperature']:g}, {how}, 95% interval over {over}"
-    return "\n".join([heading, *table_lines([HEADER, *rows]), *wrapped(verdict(reward_comparisons(results)))])
+    return "\n".join([heading, *table_lines([header, *rows]), *wrapped(verdict(reward_comparisons(results)))])

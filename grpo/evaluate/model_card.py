@@ -3,19 +3,20 @@
 
 import contextlib
 import json
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from grpo.common import InputError
-from grpo.evaluate.heldout_table import HEADER, heldout_rows
+from grpo.evaluate.heldout_table import heldout_table
 from grpo.evaluate.report_text import facts, simulator_section, without_folders
 from grpo.evaluate.run_files import Run, read_json, read_run
 from grpo.evaluate.saved_adapter import run_folder
 from grpo.figures.text import markdown_table, object_at
 from grpo.figures.verdict import reward_verdict
-from grpo.output.archive import base_model_name, loading_code
+from grpo.output.archive import asking_code, base_model_name
 from grpo.output.durable import Record, write_text
 from grpo.output.layout import ADAPTER, SETTINGS
 from grpo.plan.hub import MODEL_FILES
@@ -29,12 +30,6 @@ FORMS = {
     "mxfp4": "{base} with a LoRA adapter merged into it, its experts as they were, in MXFP4",
     "bf16": "{base} with a LoRA adapter merged into it, in BF16 throughout",
 }
-MERGED_CODE = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(".", dtype="auto", device_map="auto")
-tokenizer = AutoTokenizer.from_pretrained(".")
-```"""
 GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402.03300))."
 
 
@@ -44,8 +39,8 @@ def results(run: Run, adapter: Path) -> str:
         words = read_json(adapter / "best.json").get("in_words")
         return f"{words[0].upper()}{words[1:]}." if words else f"`{adapter.name}` was not measured by itself."
     verdicts = " ".join(filter(None, (reward_verdict(run.evaluation), simulator_section(run).verdict)))
-    rows = heldout_rows(run.evaluation)
-    return verdicts + (f"\n\n{markdown_table(HEADER, rows)}" if rows else "")
+    header, rows = heldout_table(run.evaluation)
+    return verdicts + (f"\n\n{markdown_table(header, rows)}" if rows else "")
 
 
 def chosen_settings(sources: Mapping[str, str], values: Record) -> str:
@@ -79,15 +74,24 @@ def about_training(adapter: Path) -> str:
 {settings}"""
 
 
-def model_readme(s: Settings, adapter: Path, form: str = "", share: float | None = None) -> str:
+def serving(s: Settings, where: str, form: str) -> str:
+    """Markdown on how to serve a merged model in `where`; vLLM takes its experts in MXFP4."""
+    command = f"vllm serve {shlex.quote(where)} --max-model-len {s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN}"
+    ask = f"python scripts/ask.py --model {shlex.quote(where)} 'Your question'    # in the project's folder"
+    return "\n".join(["```bash", *([command] if form == "mxfp4" else []), ask, "```"])
+
+
+def model_readme(s: Settings, adapter: Path, where: str, form: str = "", share: float | None = None) -> str:
     """The model card (README.md) of the adapter of a run with settings `s`, or of the model that it was merged into:
-    `form` is a key of FORMS, `share` the part of the adapter's update that survived rounding."""
+    `where` is its folder or its repository on the Hub, `form` a key of FORMS, `share` the part of the adapter's update
+    that survived rounding."""
     base, local = base_model_name(s)
     run = run_folder(adapter) or adapter
     is_grpo = (run / "metrics.csv").is_file()  # scripts/sft.py writes none
     tags = f"grpo, {form or 'lora'}" if is_grpo else form or "lora"
     base_tags = "" if local else f"\nbase_model: {base}\nbase_model_relation: {'finetune' if form else 'adapter'}"
-    code = MERGED_CODE if form else loading_code(base, is_on_experts(adapter))
+    code = asking_code(s, where) if form else asking_code(s, base, where, is_on_experts(adapter))
+    code += f"\n\nTo serve it, or to ask it with scripts/ask.py:\n\n{serving(s, where, form)}" if form else ""
     survived = f" {share:.1%} of the adapter's update survived the rounding to BF16." if share is not None else ""
     description = FORMS[form].format(base=base)
     return f"""---
@@ -113,14 +117,14 @@ def copy_small(base: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def staged_adapter(s: Settings, adapter: Path, base: Path) -> Iterator[Path]:
-    """Yields a temporary folder with the files of an adapter to upload: its weights, its config without paths of this
-    machine, the tokenizer of the model in the folder `base`, and the card."""
+def staged_adapter(s: Settings, adapter: Path, base: Path, repo: str) -> Iterator[Path]:
+    """Yields a temporary folder with the files of an adapter to upload to `repo`: its weights, its config without paths
+    of this machine, the tokenizer of the model in the folder `base`, and the card."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copyfile(adapter / ADAPTER, folder / ADAPTER)
         config = read_json(adapter / CONFIG) | {"base_model_name_or_path": base_model_name(s)[0]}
         write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
         copy_small(base, folder)
-        write_text(folder / "README.md", model_readme(s, adapter))
+        write_text(folder / "README.md", model_readme(s, adapter, repo))
         yield folder

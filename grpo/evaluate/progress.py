@@ -33,23 +33,29 @@ class Progress:
         """Measure the base model, and INIT_ADAPTER as step 0. `during` needs these figures for comparison."""
         if not self.resolved.eval_rows:
             return
-        self.base_results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=True)
+        starts = bool(self.resolved.settings.INIT_ADAPTER and not self.resolved.state.checkpoint)
+        self.base_results = measure_rewards(self.evaluation(trainer), trainer.run.folder, base=True, start=starts)
         record = self.simulation_record(trainer, base=True)
         self.base = self.columns(self.base_results["before"]["reward"], record, "base")
-        if self.resolved.settings.INIT_ADAPTER and not self.resolved.state.checkpoint:
+        if starts:
             self.during(trainer)  # INIT_ADAPTER may stay the best adapter
 
     def during(self, trainer: Trainer) -> Columns:
         """Measure the current adapter and return its columns of metrics.csv."""
         with Phase(f"evaluation after step {trainer.state.global_step}"):
             evaluation, record = self.evaluation(trainer), None
-            results = self.base_results | {"after": evaluation.measure()}
+            results = dict(self.base_results)
+            # Before the first step this is the start adapter, which was measured, and is not compared with itself.
+            is_start = not trainer.state.global_step and "start" in results
+            results["after"] = results.pop("start") if is_start else evaluation.measure()
             evaluation.add_differences(results)
             reward = results["after"]["reward"]
             if self.simulator:
                 record = self.new_record(self.simulator, trainer)
                 responder = ModelResponder(trained_model(trainer), base=False)
                 self.simulator.run(self.resolved.closed_loop, record, "trained", responder, greedy=False)
+                if is_start:
+                    write_sealed(trainer.run.folder / CLOSED_LOOP, self.simulator.as_start(record))
         columns = self.columns(reward, record)
         step = trainer.state.global_step
         when = f"after step {step}" if step else "INIT_ADAPTER before the first step"
@@ -122,7 +128,7 @@ class Progress:
         def save(folder: Path, chosen: best.Record) -> None:
             trainer.model.save_pretrained(str(folder))
             words = f"S{chosen['in_words'][1:]}.\n"
-            card = model_card(s, trainer.state.global_step, trainer.reward_summary, words, tokenizer="..")
+            card = model_card(s, trainer.state.global_step, trainer.reward_summary, words)
             write_text(folder / "README.md", card)
 
         if resolved.best_by == "reward":

@@ -8,10 +8,9 @@ import matplotlib.style
 
 from grpo.common import InputError, format_exception
 from grpo.evaluate import report_text
-from grpo.evaluate.heldout_table import HEADER, heldout_rows
+from grpo.evaluate.heldout_table import heldout_table
 from grpo.evaluate.report_pictures import STYLE, pictures
 from grpo.evaluate.run_files import Run, read_examples, read_run
-from grpo.figures.verdict import reward_verdict
 from grpo.output.durable import write_text
 
 # The template escapes every value by itself; nothing is marked as safe.
@@ -23,14 +22,17 @@ def page_text(run: Run) -> str:
     """The page of a run."""
     # The page does not depend on styles that the caller or the user has set.
     with matplotlib.style.context(["default", "tableau-colorblind10", STYLE]):
-        drawn = pictures(run)
+        drawn, sentences = pictures(run)
     section = report_text.simulator_section(run)
     return TEMPLATES.get_template("page.html").render(
         name=run.folder.resolve().name,
-        verdicts=[reward_verdict(run.evaluation), section.verdict, report_text.adapter_advice(run)],
+        verdicts=report_text.without_repeats(
+            [report_text.adapter_advice(run), report_text.heldout_verdict(run), section.verdict]
+        ),
         facts=report_text.facts(run),
         pictures=drawn,
-        heldout=(HEADER, heldout_rows(run.evaluation)),
+        sentences=sentences,
+        heldout=heldout_table(run.evaluation),
         section=section,
         examples=read_examples(run.folder / "completions.csv", run.record),
         settings=(["Setting", "Value", "Set by"], report_text.settings_rows(run)),

@@ -3,12 +3,13 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpo.common import split_commas
 from grpo.evaluate.run_files import Run, duration
 from grpo.figures.text import object_at
-from grpo.figures.verdict import loading_advice
+from grpo.figures.verdict import RARE_LOSSES, loading_advice, reward_verdict
 from grpo.output.layout import ADAPTER
 from grpo.settings.parsing import show
 from grpo.tasks.simulator import ReportSection
@@ -44,6 +45,31 @@ def adapter_advice(run: Run) -> str:
     return re.sub(r"\*\*|`|\n", "", advice)
 
 
+def heldout_verdict(run: Run) -> str:
+    """`reward_verdict` of a run; before the last evaluation how far the run has come."""
+    if not run.evaluation.get("before") or run.evaluation.get("after"):
+        return reward_verdict(run.evaluation)
+    state = f"Training stands at step {run.steps} of {run.settings.get('TOTAL_STEPS', '?')}"
+    measured = [
+        f"{reward:.3f} {f'after step {step}' if step else 'before training'}"
+        for step, reward in run.evaluated_steps()["heldout_reward"].dropna().items()
+    ]
+    if measured:
+        state = f"Held-out reward was {' and '.join(dict.fromkeys([measured[0], measured[-1]]))}. {state}"
+    return f"{state}: the comparison comes after the last."
+
+
+def without_repeats(verdicts: Sequence[str]) -> list[str]:
+    """The verdicts that say anything, with the caveat about rare losses in the first of them that has it alone."""
+    kept: list[str] = []
+    for text in filter(None, verdicts):
+        for unit in ("prompt", "day", "window"):
+            caveat = f"; {RARE_LOSSES.format(unit)}"
+            text = text.replace(caveat, "") if caveat in " ".join(kept) else text
+        kept.append(text)
+    return kept
+
+
 def facts(run: Run) -> list[tuple[str, str]]:
     """(label, text) of the run's model, data, settings, machine and time."""
     settings, machine, seconds = run.settings, object_at(run.record, "machine"), run.metrics["step_s"].dropna()
@@ -55,6 +81,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     }
     names = {"Model": "MODEL_ID", "Training data": "DATA", "Held-out data": "EVAL_DATA", "Rewards": "REWARDS"}
     rows = [(label, without_folders(str(known[name]))) for label, name in names.items()]
+    if start := settings.get("INIT_ADAPTER"):
+        rows.append(("Starts from", "/".join(Path(str(start)).parts[-2:])))
     rows.append(("Machine", str(machine.get("gpu") or f"no GPU, {machine.get('cores', '?')} cores")))
     time = f"{duration(seconds.sum())}, median {duration(seconds.median())} a step"
     rows.append(("Steps", f"{run.steps} of {known['TOTAL_STEPS']}; {time}"))

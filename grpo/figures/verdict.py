@@ -12,6 +12,7 @@ from grpo.figures.text import finite_number, object_at, with_interval
 from grpo.settings.table import TASK_FILES
 
 BASE = "the base model"
+START_ADAPTER = "the adapter it started from"
 CONSTANT = "always [{}], the best constant action"
 RULE = "the best fixed rule, {}"
 # Of so many clusters at least one bears a loss that one cluster in ten bears, with a probability of 95%.
@@ -96,6 +97,8 @@ def reward_comparisons(evaluation: Mapping[str, Any]) -> list[Comparison]:
     comparisons = []
     if object_at(evaluation, "before"):
         comparisons.append(compare(BASE, object_at(evaluation, "difference"), unit=unit))
+    if "difference_start" in evaluation:
+        comparisons.append(compare(START_ADAPTER, object_at(evaluation, "difference_start"), unit=unit))
     if "constant_action" in evaluation:
         constant = finite_number(evaluation.get("constant"))
         gain = {f"reward_{end}": finite_number(after.get(f"reward_{end}")) - constant for end in ("low", "high")}

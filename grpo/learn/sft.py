@@ -85,7 +85,7 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
     prepare_run(resolved.state, s, run_records(resolved))
     # PEFT's own card would name the path of the base model's files, and PEFT has no hook for another text.
     policy.create_or_update_model_card = lambda output_dir: write_text(  # type: ignore[method-assign]
-        Path(output_dir) / "README.md", model_card(s, s.TOTAL_STEPS, "")
+        Path(output_dir) / "README.md", model_card(s, s.TOTAL_STEPS, "", adapter=folder)
     )
     unfinished = folder / UNFINISHED
     shutil.rmtree(unfinished, ignore_errors=True)  # A killed process may have left one.

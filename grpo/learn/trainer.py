@@ -78,7 +78,8 @@ class Trainer(Learner):
             )
         self.eos_token_ids = stop_tokens(model.generation_config, tokenizer)  # TRL finds the same ones.
         names, weights = self.reward_func_names, config.reward_weights or [1.0] * len(rewards)
-        self.run_log = None if run.ranks.rank else RunLog(run.folder, s, names)  # Only rank 0 writes logs.
+        simulates = run.resolved.closed_loop.runs
+        self.run_log = None if run.ranks.rank else RunLog(run.folder, s, names, simulates)  # Only rank 0 writes logs.
         self.scorer = Scorer(run, rewards, names, weights, tokenizer, self.run_log, self.accelerator.device)
         # Reward functions get the state in an evaluation before training too, and may divide by these.
         self.state.max_steps, self.state.num_train_epochs = s.TOTAL_STEPS, 1
@@ -191,10 +192,11 @@ class Trainer(Learner):
 
     def write_model_card(self, folder: str | Path) -> None:
         """Writes README.md of the adapter in `folder`; in OUTPUT_DIR it also says which adapter to load."""
-        step, note, adapter = self.state.global_step, "", "."
+        step, note, adapter = self.state.global_step, "", None
         if Path(folder) == self.run.folder:
             record = read_best(self.run.folder)
-            note, adapter = loading_advice(record, step), BEST if record and not objection(record) else "."
+            note = loading_advice(record, step)
+            adapter = self.run.folder / BEST if record and not objection(record) else self.run.folder
         card = model_card(self.run.settings, step, self.reward_summary, note, adapter)
         write_text(Path(folder) / "README.md", card)
 

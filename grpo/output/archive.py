@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run offers for download: the zip, and the adapter's model card."""
 
+import functools
+import json
 import os
 import re
 import sys
@@ -25,30 +27,49 @@ def base_model_name(s: Settings) -> tuple[str, bool]:
     return Path(s.MODEL_ID).resolve().name if local else s.MODEL_ID, local
 
 
-def loading_code(base: str, experts: bool, adapter: str = ".", tokenizer: str = ".") -> str:
-    """Markdown with the code that loads an adapter of the model `base`; `adapter` and `tokenizer` are folders relative
-    to the card's. `experts`: whether the adapter is on experts, which are then dequantized, because PEFT silently skips
-    quantized ones."""
-    package = ", Mxfp4Config" if experts else ""
+def asking_code(s: Settings, base: str, adapter: str = "", experts: bool = False) -> str:
+    """Markdown with code that asks a model one question, as the run's prompts are rendered: `base` is its Hub id or
+    folder, `adapter` those of an adapter, empty for a merged model. `experts`: whether the adapter is on experts, which
+    are then dequantized, because PEFT silently skips quantized ones."""
+    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer" + (", Mxfp4Config" if experts else "")]
     option = ", quantization_config=Mxfp4Config(dequantize=True)" if experts else ""
-    return f"""```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer{package}
+    text = functools.partial(json.dumps, ensure_ascii=False)  # A string of JSON is one of Python.
+    lines = [
+        f"tokenizer = AutoTokenizer.from_pretrained({text(base)})",
+        f'model = AutoModelForCausalLM.from_pretrained({text(base)}, dtype="auto", device_map="auto"{option})',
+    ]
+    if adapter:
+        imports.insert(0, "from peft import PeftModel")
+        lines.append(f"model = PeftModel.from_pretrained(model, {text(adapter)})")
+    lines += ['messages = [{"role": "user", "content": "Your question"}]']
+    if s.SYSTEM_PROMPT:
+        lines.append(f'messages.insert(0, {{"role": "system", "content": {text(s.SYSTEM_PROMPT)}}})')
+    ending = f" + {text(ANSWER_BEFORE)}" if s.DIRECT_ANSWERS else ""
+    lines += [
+        "text = tokenizer.apply_chat_template(",
+        f'    messages, add_generation_prompt=True, tokenize=False, reasoning_effort="{s.REASONING_EFFORT}"',
+        f"){ending}",
+        'inputs = tokenizer(text, return_tensors="pt").to(model.device)',
+        f"ids = model.generate(**inputs, max_new_tokens={1 if s.DIRECT_ANSWERS else s.MAX_COMPLETION_LEN})",
+        'print(tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :]))',
+    ]
+    return "\n".join(["```python", *imports, "", *lines, "```"])
 
-base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto", device_map="auto"{option})
-model = PeftModel.from_pretrained(base, "{adapter}")
-tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
-```"""
 
-
-def model_card(s: Settings, step: int, functions: str, note: str = "", adapter: str = ".", tokenizer: str = ".") -> str:
+def model_card(s: Settings, step: int, functions: str, note: str = "", adapter: Path | None = None) -> str:
     """README.md of an adapter after `step` steps (https://huggingface.co/docs/hub/model-cards). `functions`: its reward
-    functions, empty for scripts/sft.py; `note`: its first paragraph; `adapter`, `tokenizer`: as in `loading_code`."""
+    functions, empty for scripts/sft.py; `note`: its first paragraph; `adapter`: the folder that its code loads from
+    anywhere. Without one the code loads the card's own folder: a checkpoint may go on elsewhere, where a path of this
+    machine would be wrong."""
     base, local = base_model_name(s)
     base_model = "" if local else f"\nbase_model: {base}"
-    path_note = " and with the path of the base model's folder" if local else ""
-    if base == TINY:
-        path_note += f", {TINY} of the project train_grpo.py (`MODEL_ID=tiny` there; it is on no Hub)"
+    path, where = base, "from any folder"
+    if adapter and local:
+        path = str(ROOT / TINY if base == TINY else Path(s.MODEL_ID).resolve())
+    elif not adapter:
+        where = "from the folder of this file"
+        where += " and with the path of the base model's folder" if local else ""
+        where += f", {TINY} of the project train_grpo.py" if base == TINY else ""
     if functions:
         tag, method, logs = "grpo", "GRPO ([paper](https://arxiv.org/abs/2402.03300))", ", `metrics.csv` each step"
         batch = f"{s.PROMPTS_PER_STEP} prompts a step with {s.NUM_GENERATIONS} completions each, rewards: {functions}"
@@ -75,15 +96,16 @@ tags: [{tag}, lora]{base_model}
 on {s.LORA_TARGETS}, {batch}.
 The run's `settings.json` holds every setting, `versions.json` the packages' versions{logs}.
 
-To load it, from the folder of this file{path_note}:
+To ask it, {where} (scripts/ask.py also takes the run's `PROMPT_DATE` in place of today's):
 
-{loading_code(base, "experts" in s.LORA_TARGETS, adapter, tokenizer)}
+{asking_code(s, path, str(adapter or "."), "experts" in s.LORA_TARGETS)}
 """
 
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl")  # Loading a pickle, such as an optimizer state, runs the code in it.
 ADAPTER_FILES = (ADAPTER, "adapter_config.json", "README.md", SETTINGS, BEST_RECORD)
-FILES_WITH_PATHS = (TRAINING_LOG, "adapter_config.json", "report.html")  # These files name paths of the machine.
+# These files name paths of the machine.
+FILES_WITH_PATHS = (TRAINING_LOG, "adapter_config.json", "report.html", "README.md")
 
 
 def without_paths(folder: Path, text: str) -> str:

@@ -21,8 +21,20 @@ from grpo.output.checkpoints import (
     retire_checkpoint,
     rotate_checkpoints,
 )
-from grpo.output.durable import Record, file_sha256, read_sealed, sync_files, write_sealed
-from grpo.output.layout import ADAPTER, ANOTHER_DIR, BEST, COMPLETE, DELETING, EXIT, LOGS, MANIFEST, NO_RUN, SETTINGS
+from grpo.output.durable import Record, file_sha256, read_sealed, sync_files, write_sealed, write_text
+from grpo.output.layout import (
+    ADAPTER,
+    ANOTHER_DIR,
+    BEST,
+    COMPLETE,
+    DELETING,
+    EXIT,
+    LOGS,
+    MANIFEST,
+    NO_RUN,
+    RUN_ENV,
+    SETTINGS,
+)
 from grpo.settings.parsing import MAY_CHANGE, show
 from grpo.settings.table import Settings
 
@@ -122,10 +134,12 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
     complete = complete_steps(folder)
     check_resume(settings, folder, max(step, complete), recorded, problems)
     if rows and fingerprint != data_fingerprint(rows):
-        fault = f"the run in {folder} was started on other rows"
+        start = Path(settings.OUTPUT_DIR, *([BEST] if (folder / BEST / ADAPTER).is_file() else []))
+        fix = f"To learn from these rows too, start from its adapter: set INIT_ADAPTER={shlex.quote(str(start))} and "
+        fix += f"{ANOTHER_DIR} (docs/data.md#the-next-day). To continue it, restore DATA, EVAL_DATA and EVAL_SAMPLES"
         if settings.EVAL_DATA is None and settings.EVAL_SAMPLES and settings.EVAL_SHARE:
-            fault += "; if DATA is the same, an earlier version held other rows out: finish the run with that version"
-        fix = f"Restore DATA, EVAL_DATA and EVAL_SAMPLES to continue it, set OVERWRITE=1, or {ANOTHER_DIR}"
+            fix += "; if DATA is the same, an earlier version held other rows out: finish the run with that version"
+        fault, fix = f"the run in {folder} was started on other rows", f"{fix}. OVERWRITE=1 deletes it"
         problems.add("DATA", fault, fix)
     notes = []
     if not problems:
@@ -204,7 +218,18 @@ def prepare_run(state: RunState, settings: Settings, records: Mapping[str, Recor
     cut_logs(folder, state.checkpoint)
     for name, record in records.items():
         write_sealed(folder / name, record)
+    write_text(folder / RUN_ENV, env_text(settings, records.get(SETTINGS, {}).get("sources", {})))
     (folder / DELETING).unlink(missing_ok=True)
+
+
+def env_text(settings: Settings, sources: Mapping[str, str]) -> str:
+    """The settings that come from the environment as lines that a shell reads, without OUTPUT_DIR, because another run
+    needs another folder, and OVERWRITE, which would delete one."""
+    chosen = [name for name, source in sources.items() if source == "environment"]
+    lines = [f"{name}={shlex.quote(show(getattr(settings, name)))}" for name in chosen]
+    lines = [line for line in lines if not line.startswith(("OUTPUT_DIR=", "OVERWRITE="))]
+    command = "set -a; . run.env; set +a; OUTPUT_DIR=runs/second python train_grpo.py"
+    return "\n".join([f"# Starts the same run in another folder: {command}", *lines, ""])
 
 
 def add_record(folder: Path, name: str, values: Record) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "settings.json"
 DELETING = "deleting.json"  # settings.json is renamed to this while OVERWRITE=1 deletes the other files.
+RUN_ENV = "run.env"  # The settings that the user gave, for a shell.
 COMPLETE = "complete.json"  # The last file of a run, written after its zip.
 EXIT = "exit.json"  # The exit code and reason of a run under torchrun.
 MANIFEST = "manifest.json"  # The last file of a checkpoint.
@@ -46,7 +47,7 @@ RUN_FILES = re.compile(
     r"((metrics|completions)\.csv|report\.html|training\.log|README\.md"
     r"|(settings|versions|evaluation|closed_loop|complete|exit|adapter_config)\.json|adapter_model\.safetensors"
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template\.jinja|tokenizer\.model"
-    r"|training_args\.bin)(\.tmp)?"
+    r"|training_args\.bin|run\.env)(\.tmp)?"
 )
 
 

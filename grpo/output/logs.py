@@ -21,7 +21,7 @@ from statistics import fmean, median
 from grpo.common import log, printable
 from grpo.output.layout import LOGS, TRAINING_LOG
 from grpo.reward.scoring import Completion, completion_rates
-from grpo.settings.table import TASK_FIGURES, Settings
+from grpo.settings.table import TASK_FIGURES, TASK_FILES, Settings
 from rewards import best_action
 
 COLUMNS = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
@@ -90,6 +90,12 @@ def tracker_figures(row: Mapping[str, Cell], taken: Collection[str]) -> dict[str
     return figures | {n: value for n, value in row.items() if isinstance(value, (int, float)) and "/" not in n}
 
 
+def read_header(path: Path) -> list[str]:
+    """The names of a CSV's columns; none if it is empty."""
+    with path.open(newline="", encoding="utf-8", errors="replace") as text:
+        return next(csv.reader(text), [])
+
+
 class CsvLog:
     """A CSV whose rows a killed run keeps: each write is flushed. Raises ValueError for a file with other columns."""
 
@@ -98,8 +104,7 @@ class CsvLog:
         self.file = path.open("a+b")
         self.file.seek(0)
         self.digest = hashlib.file_digest(self.file, "sha256")  # `write` continues it.
-        with path.open(newline="", encoding="utf-8", errors="replace") as text:
-            header = next(csv.reader(text), [])
+        header = read_header(path)
         if not self.file.tell():
             self.write([{name: name for name in self.columns}])
         elif header != self.columns:
@@ -222,9 +227,10 @@ class Pace:
 
 class RunLog:
     """The logs of OUTPUT_DIR: each step's completions and metrics, its line in training.log, and warnings if answers
-    stop parsing or rewards stop teaching, for which metrics.csv is read. `functions`: names of the reward functions."""
+    stop parsing or rewards stop teaching, for which metrics.csv is read. `functions`: names of the reward functions;
+    `simulates`: whether the task's simulator runs, whose figures have no columns in other runs."""
 
-    def __init__(self, folder: Path, settings: Settings, functions: Sequence[str] = ()):
+    def __init__(self, folder: Path, settings: Settings, functions: Sequence[str] = (), simulates: bool = True):
         # With DIRECT_ANSWERS each completion is a single chosen token, whose form and length are not logged.
         self.direct, self.total_steps = settings.DIRECT_ANSWERS, settings.TOTAL_STEPS
         self.function_columns = [function_column(name) for name in functions]
@@ -232,7 +238,11 @@ class RunLog:
         is_own = ":" in (settings.REWARDS or "")
         metric_column, extra_column = ([name] if is_own else [] for name in (LOG_METRIC, LOG_EXTRA))
         metrics, completions = (folder / name for name in LOGS)
-        self.metrics = CsvLog(metrics, [*METRICS, *self.function_columns, *metric_column])
+        figures = set(TASK_FILES[settings.TASK].get("figures", {})) if simulates else set()
+        if metrics.is_file():  # A run keeps the columns that it began with.
+            figures = TASK_FIGURES.keys() & read_header(metrics)
+        columns = [name for name in METRICS if name not in TASK_FIGURES or name in figures]
+        self.metrics = CsvLog(metrics, [*columns, *self.function_columns, *metric_column])
         self.completions = CsvLog(completions, [*COMPLETIONS, *prompt_column, *self.function_columns, *extra_column])
         self.mark_end()
         with metrics.open(newline="", encoding="utf-8") as file:

@@ -46,6 +46,7 @@ class Machine:
     here: int = 1  # Processes of the run on this machine, which share its memory.
     gpu_limit: float | None = None  # GPU_MEM_LIMIT where less than that is free; `gpu_free` is then this.
     has_amd: bool = False  # Whether it has an AMD GPU and no visible NVIDIA one.
+    is_planned: bool = False  # Whether it is not here yet: what is installed and free here says nothing of it.
 
     @property
     def no_gpu(self) -> str:

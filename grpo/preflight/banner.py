@@ -21,6 +21,8 @@ def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
     lines = ["Settings" if every_setting else "Settings that are not at their defaults (`--check` shows all of them)"]
     for name, spec in FIELDS.items():
         value, source = getattr(resolved.recorded, name), resolved.sources[name]
+        if name in OF_SIMULATOR and source == "default" and not resolved.closed_loop.is_mentioned:
+            continue  # The rows are none of the demo's task.
         # MODEL_ID=tiny has its own defaults, and each automatic choice has a line with its reason below.
         if every_setting or (source not in ("default", "tiny", "chosen") and value != spec.default):
             lines.append(f"  {name:<25} {show(value):<28} {spec.metadata['unit']:<12} {source}")
@@ -29,6 +31,7 @@ def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
     return "\n".join([*lines, *map(banner_text, warnings)])
 
 
+OF_SIMULATOR = ("TASK", "EVAL_PROFILE")
 # Choices that the lines below say in their own words; every other choice gets a line under its name.
 WITH_OWN_LINE = {
     "heldout", "TOTAL_STEPS", "REWARDS", "SCALE_REWARDS", "EXPECTED_REWARD", "EPSILON_HIGH", "ATTN_IMPL", "PACKING",

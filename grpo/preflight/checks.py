@@ -295,7 +295,8 @@ def check_learning(resolved: ResolvedRun, settings: Settings, problems: Problems
     check_start_adapter(settings, resolved.state, resolved.adapter.digest, problems)
     if resolved.files and resolved.inputs and resolved.plan:
         check_memory(settings, resolved.inputs, resolved.plan, problems)
-        check_disk(settings, resolved.files, resolved.plan.adapter, problems)
+        if not machine.is_planned:
+            check_disk(settings, resolved.files, resolved.plan.adapter, problems)
 
 
 def check_rollouts(resolved: ResolvedRun, problems: Problems) -> str | None:

@@ -77,6 +77,8 @@ def read_facts(
     problems to `problems`. `commit` is the one of the model with which the run began, if it continues."""
     files = hub.find_model(settings.MODEL_ID, problems, commit)
     versions = installed_versions([*TESTED, *TESTED_VLLM])
+    if machine and machine.is_planned:  # scripts/setup.sh will install vLLM there.
+        versions |= {name: oldest for name, (oldest, _) in TESTED_VLLM.items()}
     split = prepare_rows(settings, files if has_packages(versions) else None, problems, split)
     adapter = read_start_adapter(settings, sources, files.config if files else None, problems)
     of_adapter = {name: "INIT_ADAPTER" for name in adapter.settings if sources[name] != "environment"}

@@ -61,10 +61,15 @@ def load_reward(name: str) -> Callable[..., Any]:
     """The reward function `name` of rewards.py, or `module:function` from an installed package or else from the current
     folder. Raises ValueError if it cannot be loaded."""
     module, colon, function = name.partition(":")
+    if "/" in module or module.endswith(".py"):
+        path = module.removeprefix("./").removesuffix(".py").replace("/", ".")
+        raise ValueError(f"{name!r} names a file, and Python wants its module: write {path}:{function or 'FUNCTION'}")
     if not colon:
         if name in rewards.REWARD_FUNCTIONS:
             return rewards.REWARD_FUNCTIONS[name]
         known = rewards.REWARD_FUNCTIONS
+        if "." in name:
+            raise ValueError(f"{name!r} has no colon: write {':'.join(name.rsplit('.', 1))}")
         raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest_hint(name, known)})")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Collection, Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -172,26 +173,44 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
     if not rows:
         return []
     sample = sample_rows(rows)
-    answered, texts = [], []  # The row of each answer, and its text.
+    answered = []  # The row of each answer, and its text.
     for row in sample:
         # Rows stay unrendered without a tokenizer or a template: their prompt becomes ASSISTANT alone.
         rendered = row if row.prompt else dataclasses.replace(row, prompt=ASSISTANT)
         for turn in (*GARBAGE, *(answer_turn(f"[{k}]") for k in range(len(row.rewards) or 2))):
-            answered.append(rendered)
-            texts.append(completion_of(rendered.prompt, turn))
-    ids, decoded = tokenize(texts, tokenizer)
-    completions = [
-        read_completion(row, text, plain, len(tokens), False)
-        for row, text, plain, tokens in zip(answered, texts, decoded, ids, strict=True)
-    ]
-    functions, state = load_rewards(specs, settings), initial_trainer_state(settings.TOTAL_STEPS)
+            answered.append((rendered, completion_of(rendered.prompt, turn)))
     try:
-        scores = score(functions, completions, ids, column_names(rows), state)
+        scores = score_made_up(specs, settings, answered, column_names(rows), tokenizer)
     except RewardError as error:
+        (decoded,) = tokenize([answered[-1][1]], tokenizer)[1]
         tried = f"It was tried before the run on made-up answers to {len(sample)} rows"
-        raise RewardError(f"{error}. {tried}, such as {completions[-1].decoded!r}") from error
+        raise RewardError(f"{error}. {tried}, such as {decoded!r}") from error
     weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
     return [(row, list(itertools.islice(weighted, len(GARBAGE) + (len(row.rewards) or 2)))) for row in sample]
+
+
+def score_made_up(
+    specs: Specs,
+    settings: Settings,
+    answered: Sequence[tuple[Row, str]],
+    columns: Sequence[str],
+    tokenizer: Path | None,
+) -> list[list[float]]:
+    """What each function gives, before its weight, to each of these completions of rows. Raises RewardError."""
+    ids, decoded = tokenize([text for _, text in answered], tokenizer)
+    completions = [
+        read_completion(row, text, plain, len(tokens), False)
+        for (row, text), plain, tokens in zip(answered, decoded, ids, strict=True)
+    ]
+    state = initial_trainer_state(settings.TOTAL_STEPS)
+    return score(load_rewards(specs, settings), completions, ids, columns, state)
+
+
+def answer_lengths(names: Sequence[str], rows: Sequence[Row], tokenizer: Path) -> list[tuple[int, Row]]:
+    """The tokens of each row's correct answer, without any reasoning, where it is known."""
+    answers = {row.id: text for row in rows if (text := correct_completion(row, names))}
+    lengths = count_tokens(tokenizer, list(dict.fromkeys(answers.values())))
+    return [(lengths[answers[row.id]], row) for row in rows if row.id in answers]
 
 
 def longest_answer_warning(
@@ -200,13 +219,11 @@ def longest_answer_warning(
     """A warning if a row's correct answer, without any reasoning, has more tokens than MAX_COMPLETION_LEN, or None."""
     if tokenizer is None or settings.DIRECT_ANSWERS:
         return None
-    answers = {row.id: text for row in rows if (text := correct_completion(row, names))}
-    lengths = count_tokens(tokenizer, list(dict.fromkeys(answers.values())))
-    too_long = [row for row in rows if row.id in answers and lengths[answers[row.id]] > settings.MAX_COMPLETION_LEN]
+    lengths = answer_lengths(names, rows, tokenizer)
+    too_long = [length for length, _ in lengths if length > settings.MAX_COMPLETION_LEN]
     if not too_long:
         return None
-    row = max(too_long, key=lambda row: lengths[answers[row.id]])
-    longest = lengths[answers[row.id]]
+    longest, row = max(lengths, key=itemgetter(0))
     return (
         f"MAX_COMPLETION_LEN={settings.MAX_COMPLETION_LEN}: the answers of {len(too_long)} of {len(rows)} rows have "
         f"more tokens and are cut, even without reasoning; the longest has {longest} ({row.file}, row {row.number}). "

@@ -133,14 +133,16 @@ def is_answer(completion: Completion) -> bool:
     return bool((final_channel(completion.turn) or "").strip())
 
 
-def completion_rates(completions: Sequence[Completion]) -> dict[str, float]:
+def completion_rates(completions: Sequence[Completion]) -> dict[str, float | None]:
     """Columns of metrics.csv for these completions: parse rate, best-action rate, clipped ratio and lengths in tokens.
+    The best-action rate is None where no row has actions.
     A held-out evaluation uses the last three; its other figures come from `score_probabilities` or `score_values`."""
     acted = [(completion.row.rewards, completion.action) for completion in completions]
     count, lengths = len(completions), [completion.tokens for completion in completions]
+    best = sum(k is not None and row[k] == max(row) for row, k in acted) / count
     return {
         "parse_rate": sum(map(is_answer, completions)) / count,
-        "best_action_rate": sum(k is not None and row[k] == max(row) for row, k in acted) / count,
+        "best_action_rate": best if any(row for row, _ in acted) else None,
         "clipped_ratio": sum(completion.truncated for completion in completions) / count,
         "tokens_mean": sum(lengths) / count,
         "tokens_max": max(lengths),

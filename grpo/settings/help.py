@@ -40,11 +40,14 @@ def help_text(about: str) -> str:
 
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
-    usage = "[NAME=VALUE ...] python %(prog)s [--help | --check]"
+    usage = "[NAME=VALUE ...] python %(prog)s [--help | --check [--card NAME]]"
     parser = argparse.ArgumentParser(prog="train_grpo.py", add_help=False, usage=usage)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--card", default="", metavar="NAME", help="with --check: plan for a card that is not here")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.error("\n  ".join([f"unrecognized arguments: {' '.join(unknown)}", *flag_answers(unknown)]))
+    if options.card and not options.check:
+        parser.error("--card: only with --check, which plans for a card that is not here")
     return options

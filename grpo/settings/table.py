@@ -210,6 +210,8 @@ class Settings:
         "Delete the run that is in OUTPUT_DIR and start again.")
     REPORT_TO: str = setting("Output", "none", resume=True, text=
         "Trackers, separated by commas: none, wandb, tensorboard, trackio.")
+    PRICE_PER_HOUR: float = setting("Output", 0.0, "money", resume=True, low=0, text=
+        "What an hour of the machine costs: `--check` then says what the run will cost on a card whose steps it knows.")
     ALLOW_UNTESTED: bool = setting("Output", False, resume=True, text=
         "Go on with package versions outside the tested range, and without a C compiler.")
     IGNORE_VARS: str = setting("Output", "", resume=True, text=

@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # a check that names missing packages must run without numpy
     import numpy as np
 
 GREEDY = "_greedy"  # suffix of a model's name in `totals`, for one pass with its likeliest answers
+START = "start"  # the name there of the adapter that a run starts from
+BEFORE_TRAINING = ("base", "base" + GREEDY, START, START + GREEDY)
 # closed_loop.json: `totals` holds the figures of each policy, among them `base` and `trained`.
 Record = dict[str, Any]
 
@@ -93,10 +95,16 @@ class Simulator(ABC):
         """The record before any model has acted: the conditions of the measurement, and the reference policies."""
 
     def keep_base(self, record: Record, earlier: Record) -> None:
-        """Copy the base model's totals from an `earlier` record of the same measurement: one equal but for `totals`."""
+        """Copy the totals of the base model and of the start adapter from an `earlier` record of the same measurement:
+        one equal but for `totals`."""
         if all(earlier.get(key) == value for key, value in record.items() if key != "totals"):
-            kept = {"base", "base" + GREEDY} & earlier["totals"].keys()
+            kept = set(BEFORE_TRAINING) & earlier["totals"].keys()
             record["totals"] |= {name: earlier["totals"][name] for name in kept}
+
+    def as_start(self, record: Record) -> Record:
+        """A copy of a record in which the trained model is called START: it has not learned yet."""
+        names = {"trained" + suffix: START + suffix for suffix in ("", GREEDY)}
+        return record | {"totals": {names.get(name, name): total for name, total in record["totals"].items()}}
 
     @abstractmethod
     def run(self, plan: Any, record: Record, name: str, responder: Responder, greedy: bool = True) -> None:

@@ -18,30 +18,33 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, reflow
+from grpo.data.heldout import MOST_HELD_OUT
 from grpo.figures.text import markdown_table
 from grpo.output.logs import COMPLETIONS, METRICS
+from grpo.plan.cards import (
+    CARDS,
+    LONG,
+    NAMES,
+    PROMPT_TOKENS,
+    RAM,
+    SHORT,
+    Card,
+    rollout_seconds,
+    step_seconds,
+    step_times,
+)
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan, PlanInputs, plan_memory
 from grpo.preflight.choices import choose_checkpointing, choose_experts
+from grpo.preflight.preview import START_SECONDS, evaluation_seconds
 from grpo.process.ending import ExitCode
 from grpo.settings.help import setting_rows
 from grpo.settings.parsing import MAY_CHANGE
 from grpo.settings.table import Settings
 from scripts.dev import architecture, language_tables
 
-PROMPT_TOKENS = 940  # of the longest TES prompt
-LENGTHS = (512, Settings.MAX_COMPLETION_LEN)  # of the completions in the README's table of cards
-# Name, compute capability, GiB that are free, and the results of 12 x 8 completions of 512 and of 4,000 tokens, if any.
-CARDS = (
-    ("RTX 4090, A10 (24 GB)", 8.9, 23.0),
-    ("L40S, A6000 (48 GB)", 8.9, 46.0),
-    ("A100 of 80 GB", 8.0, 78.6),
-    ("Hopper with 22 GiB free", 9.0, 22.0, "experts-shared-22-h200.json", "experts-shared-22-4000-h200.json"),
-    ("H100 of 80 GB", 9.0, 78.6, "experts-shared-h100.json"),
-    ("GH200 480GB (97,871 MiB)", 9.0, 94.6),
-    ("H200", 9.0, 139.8, "experts-shared-h200.json", "experts-shared-4000-h200.json"),
-)
+LENGTHS = (SHORT, LONG)  # of the completions in the README's table of cards
 table = functools.partial(markdown_table, longest_cell=2000)  # More than any cell has: nothing is cut.
 
 
@@ -67,9 +70,9 @@ def recorded_values(name: str) -> dict[str, float]:
     return {figure["name"]: figure["value"] for figure in record["figures"]}
 
 
-def plan_for_card(card: str, capability: float, free: float, length: int) -> tuple[Settings, Plan]:
-    """The settings that `auto` chooses on a card with `free` GiB for completions of `length` tokens, and their plan."""
-    machine = Machine(card, 1, free, free, 64.0, 16, "x86_64", capability)
+def plan_for_card(card: Card, length: int) -> tuple[Settings, Plan]:
+    """The settings that `auto` chooses on a card for completions of `length` tokens, and their plan."""
+    machine = Machine(card.label, 1, card.free, card.free, RAM, 16, card.arch, card.capability)
     inputs = PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
     settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=length)
     settings = replace(settings, EXPERTS=choose_experts(settings, inputs).value)
@@ -80,21 +83,45 @@ def plan_for_card(card: str, capability: float, free: float, length: int) -> tup
 def fitting_cards() -> str:
     """The README's table of cards: what the plan chooses and needs there, and what was measured."""
     rows = []
-    for card, capability, free, *results in CARDS:
-        (settings, short), (same, long) = (plan_for_card(card, capability, free, length) for length in LENGTHS)
+    for card in CARDS:
+        (settings, short), (same, long) = (plan_for_card(card, length) for length in LENGTHS)
         assert settings.EXPERTS == same.EXPERTS, f"{card}: EXPERTS depends on the length, which the table cannot show"
-        seconds = [f"{recorded_values(result)['step_s']:.1f}" for result in results]
+        seconds = [f"{card.measured[length].step:.1f}" if length in card.measured else "" for length in LENGTHS]
         peaks = [f"{plan.peak:.0f}" for plan in (short, long)]
-        rows.append([card, f"`{settings.EXPERTS}`", *peaks, *seconds, *[""] * (2 - len(seconds))])
+        rows.append([card.label, f"`{settings.EXPERTS}`", *peaks, *seconds])
     measures = [f"{measure}, {length:,} tokens" for measure in ("GiB", "s a step") for length in LENGTHS]
     return table(["Card", "`EXPERTS`", *measures], rows)
 
 
 def picture_of_a_run() -> str:
     """docs/architecture.svg: the default job on the card that is rented most, and on the smallest."""
-    (h100, *_), (small, *_) = ([card for card in CARDS if name in card[0]] for name in ("H100", "24 GB"))
-    machines = ((card, capability, free) for card, capability, free, *_ in (h100, small))
-    return architecture.draw({card: plan_for_card(card, *facts, LENGTHS[1]) for card, *facts in machines})
+    return architecture.draw({card.label: plan_for_card(card, LONG) for card in (NAMES["H100"], NAMES["4090"])})
+
+
+# Dollars an hour of a card, as stored copies of these pages had them.
+PRICES = {
+    "4090": (0.29, "[OpenRelay](https://openrelay.inc/pricing), 20 Sep 2026"),
+    "L40S": (0.94, "[Verda](https://verda.com/pricing), spot, 29 Oct 2026"),
+    "A100": (1.79, "[RunPod](https://www.runpod.io/pricing), 9 Nov 2026"),
+    "H100": (3.99, "[RunPod](https://www.runpod.io/pricing), 9 Nov 2026"),
+    "H200": (4.59, "[RunPod](https://www.runpod.io/pricing), 7 Oct 2026"),
+}
+
+
+def costs() -> str:
+    """Hours and dollars of the default run on some cards, by the estimates that `--check --card` prints."""
+    rows, settings, lengths = [], Settings(USE_VLLM=True), (LONG // 2, LONG)
+    for name, (price, source) in PRICES.items():
+        times = step_times(name)[0]
+        steps = [step_seconds(times, settings, length) for length in lengths]
+        count = MOST_HELD_OUT * settings.EVAL_SAMPLES
+        evaluations = [evaluation_seconds(settings, rollout_seconds(times, count, length)) for length in lengths]
+        totals = [START_SECONDS + settings.TOTAL_STEPS * a + b for a, b in zip(steps, evaluations, strict=True)]
+        hours = [seconds / 3600 for seconds in totals]
+        known = {2: "measured", 1: "partly measured", 0: "estimate"}[len(NAMES[name].measured)]
+        seconds, cost = (" to ".join(f"{v:.0f}" for v in values) for values in (steps, [h * price for h in hours]))
+        rows.append([name, seconds, known, " to ".join(f"{h:.1f}" for h in hours), f"{price:.2f}", cost, source])
+    return table(["Card", "s a step", "", "Hours", "$ an hour", "$", "Price"], rows)
 
 
 def exit_codes() -> str:
@@ -106,6 +133,7 @@ def exit_codes() -> str:
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"cards": fitting_cards},
     "docs/choosing.md": {"sweep": language_tables.sweep_table},
+    "docs/install.md": {"costs": costs},
     "docs/maintainers/language.md": {
         "gains": language_tables.gains_table,
         "completions": language_tables.completions_table,

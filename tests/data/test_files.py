@@ -121,6 +121,7 @@ REFUSED = {  # content of the file -> part of the problem
     "": "d.csv: it is empty",
     f"{TWO}\n": "no row below the header",
     f"promt,{TWO[5:]}\nx,1,2\n": "a `user` column among promt, reward_action_0, reward_action_1. Add",
+    f"Prompt,{TWO[5:]}\nx,1,2\n": "Rename `Prompt` to `prompt`",
     GAP: "reward_action_1 is missing among user, reward_action_0, reward_action_2. Number",
     "user,reward_action_0\nx,1\n": "only one action",
     f"user,{TWO}\nx,y,1,2\n": "'user' stands there twice",
@@ -133,6 +134,10 @@ REFUSED = {  # content of the file -> part of the problem
     f"{TWO}\nx,1,-1e20\n": "'-1e20' is more than 1e+12 in size, too much for float32",
     f'{TWO}\n"x,1,2\ny,1,2\n': ", from line 2 on: broken CSV quoting",
     f'{TWO.replace(",", ";")}\n"x, y";0,5;1\n': "separated by ';', not by commas. Save",
+    "Ticket text;Cost A\nx;1\n": "Save it with commas: pandas.read_csv('d.csv', sep=';').to_csv('d.csv', index=False)",
+    "sep=;\nprompt;a\nx;1\n": "its first line is 'sep=;', which only Excel takes, and no header. Save it with commas: "
+    "pandas.read_csv('d.csv', sep=';', skiprows=1)",
+    "sep=,\nprompt,a\nx,1\n": "sep=',', skiprows=1",
     f"{TWO}\nok,1,2\n\xff,1,2\n".encode("latin-1"): "line 3: byte 44 is not UTF-8",
     f"{TWO}\nGo<|end|><|start|>user,1,2\n": f"{FIRST}: it holds <|end|>",
     f"prompt,{TWO[5:]}\n<|start|>user,1,2\n": "must end where the assistant begins",

@@ -141,7 +141,12 @@ NOTES = [  # name of a column, its cells by day, note in the reason, whether day
     ("timestamp", "17487{:02}000", "the column `timestamp` is not taken for the day, '1748701000' is no date", False),
     ("day", "{}", "the column `day` is not taken for the day, '1' is no date that is recognised: " + FIX, False),
     ("measured", "2025-06-{:02}", "the column `measured` is not taken for the day, the name is not one for", False),
+    ("opened", "June {}, 2025", "the column `opened` is not taken for the day, the name is not one for", False),
+    ("opened", "Mon {} Jun 2025", "the column `opened` is not taken for the day", False),
+    ("opened", "202506{:02}", "the column `opened` is not taken for the day, the name is not one for", False),
+    ("date", "{}-Jun-25", "the column `date` is not taken for the day, '1-Jun-25' is no date that is", False),
     ("note", "day {}", "", False),
+    ("ticket", "2025990{}", "", False),
 ]
 
 

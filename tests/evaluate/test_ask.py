@@ -4,9 +4,12 @@
 import csv
 import io
 import json
+import re
+import shlex
 import shutil
 
 import ask
+import export
 import pytest
 import torch
 from helpers import QUESTION, ROOT, SYSTEM, read_csv, write_csv
@@ -189,3 +192,26 @@ def test_a_command_line_asks_for_one_thing():
     for arguments in ([], ["hello", "--csv", "a.csv"], ["--csv", "a.csv", "--serve"]):
         with pytest.raises(SystemExit, match="2"):
             ask.parse_args(["run", *arguments])
+
+
+def test_a_model_without_an_adapter(saved_adapter, capsys, tmp_path):
+    """As scripts/export.py writes it, whose card says how to ask and to serve it."""
+    merged, adapter = tmp_path / "merged model", shutil.copytree(saved_adapter, tmp_path / "run")
+    write_record(adapter)
+    assert export.main([str(adapter), "--out", str(merged)]) == 0
+    commands = re.search(r"```bash\n(.*?)```", (merged / "README.md").read_text(), re.DOTALL)[1].splitlines()
+    assert commands[0].startswith(f"vllm serve '{merged}' --max-model-len ")
+    words = shlex.split(commands[1].partition("#")[0])
+    assert words[:2] == ["python", "scripts/ask.py"]
+    capsys.readouterr()
+    assert ask.main([*words[2:-1], QUESTION]) == 0
+    own = capsys.readouterr().out
+    assert ask.main([str(adapter), QUESTION, "--model", "tiny"]) == 0
+    assert own == capsys.readouterr().out, "the merged model answers as base and adapter do"
+    assert ask.main(["--model", str(merged), "--serve", QUESTION]) == 0
+    served = capsys.readouterr().out
+    assert served.startswith(f"vllm serve '{merged}' \\\n  --max-model-len") and "lora" not in served
+    assert json.dumps(str(merged)) in served, "curl names it as vLLM does"
+    with pytest.raises(SystemExit):
+        ask.main(["--csv", "questions.csv"])
+    assert "or a model with --model" in capsys.readouterr().err

@@ -129,7 +129,7 @@ def test_files_beside_the_tensors_stay_as_they_are(base, exported):
 def test_the_share_that_survives(base, tmp_path, capsys):
     """Of an update so small that most of it rounds away; against the projection written out."""
     adapter, out = write_lora(tmp_path / "small", base, 2e-5), tmp_path / "merged"
-    share = export(argparse.Namespace(adapter=adapter, to="mxfp4", out=out, model=None))
+    share = export(argparse.Namespace(adapter=adapter, to="mxfp4", out=out, model=None, push=None))
     before, after, factors = stored(base), stored(out), load_file(adapter / ADAPTER)
     shared = whole = 0.0
     for name in (name for name in factors if ".lora_A." in name):

@@ -36,7 +36,7 @@ def test_an_adapter_with_its_card(run, hub, tmp_path, capsys):
     assert not [name for name, content in repo.files.items() if str(tmp_path).encode() in content]
     assert json.loads(repo.files["adapter_config.json"])["base_model_name_or_path"] == "data/tiny"
     card = repo.files["README.md"].decode()
-    assert "library_name: peft" in card and "PeftModel.from_pretrained(base" in card
+    assert "library_name: peft" in card and 'PeftModel.from_pretrained(model, "me/cooling")' in card
     assert "| Training data | mine.csv |" in card and "| `SYSTEM_PROMPT` | a\\|b c |" in card and "`LORA_R`" not in card
     assert "The last step's adapter changed held-out reward by +0.250" in card and "| trained | 0.500 |" in card
     config = json.loads((run / "best" / "adapter_config.json").read_text())
@@ -50,7 +50,9 @@ def test_a_merged_model(run, hub, tmp_path):
     arguments = [str(run), "--out", str(tmp_path / "out"), "--push", "me/merged"]
     assert main(arguments) == 0
     files = hub.repos["models", "me/merged"].files
-    assert set(load(files["model.safetensors"])) and "library_name: transformers" in files["README.md"].decode()
+    card = files["README.md"].decode()
+    assert set(load(files["model.safetensors"])) and "library_name: transformers" in card
+    assert 'AutoModelForCausalLM.from_pretrained("me/merged"' in card and "vllm serve me/merged --max-model-len" in card
 
 
 def test_a_whole_model_goes_with_its_tokenizer(hub, tmp_path, monkeypatch, capsys):

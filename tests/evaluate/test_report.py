@@ -18,9 +18,9 @@ from grpo.evaluate import run_files
 from grpo.evaluate.heldout_table import answers_by_action, evaluation_table
 from grpo.evaluate.report import write_report
 from grpo.evaluate.report_pictures import CURVES
-from grpo.evaluate.report_text import choices_rows, facts
+from grpo.evaluate.report_text import choices_rows, facts, without_repeats
 from grpo.evaluate.run_files import read_examples, read_metrics, read_run
-from grpo.figures.verdict import BASE, Comparison, describe_best, loading_advice, read_comparisons, verdict
+from grpo.figures.verdict import BASE, RARE_LOSSES, Comparison, describe_best, loading_advice, read_comparisons, verdict
 from grpo.output.logs import EVALUATED
 
 
@@ -52,7 +52,8 @@ def figures_of(folder: Path) -> list[str]:
 
 
 def text_of(folder: Path) -> str:
-    return html.unescape(re.sub(r"<[^>]+>", "|", (folder / "report.html").read_text(encoding="utf-8")))
+    page = re.sub(r"</?(strong|span)>", "", (folder / "report.html").read_text(encoding="utf-8"))
+    return html.unescape(re.sub(r"<[^>]+>", "|", page))
 
 
 def test_choices_have_names_that_say_what_was_chosen_and_no_simulation_is_told_of_where_none_was(tmp_path):
@@ -133,13 +134,27 @@ def test_the_report_gives_the_advice_of_the_card(tmp_path, record, words):
         assert record["in_words"] in text and verdict(read_comparisons(record), "it") in text
 
 
+def test_an_interrupted_run_says_what_was_measured_so_far(tmp_path):
+    rows = [metrics_row(step, **({"heldout_reward": 0.45} if step == 2 else {})) for step in (1, 2, 3)]
+    folder = write_run(tmp_path / "run", rows, evaluation={"before": EVALUATION["before"]})
+    text = text_of(write_report(folder).parent)
+    assert "Held-out reward was 0.400 before training and 0.450 after step 2. Training stands at step 3 of 30" in text
+
+
+def test_a_caveat_is_told_once():
+    """In the first verdict that has it; one about windows says something else than one about days."""
+    days, windows = (f"; {RARE_LOSSES.format(unit)}" for unit in ("day", "window"))
+    assert without_repeats([f"A{days}. B.", "", f"C{days}.", f"D{windows}"]) == [f"A{days}. B.", "C.", f"D{windows}"]
+
+
 @pytest.mark.parametrize("steps, figures", [(0, 0), (3, 7)])
 def test_runs_that_are_not_complete(tmp_path, steps, figures):
     rows = [completion_row(step) for step in range(1, steps + 1)]
     before = {"before": EVALUATION["before"]}
     folder = write_run(tmp_path / "run", [metrics_row(row["step"]) for row in rows], rows, evaluation=before)
     text = text_of(write_report(folder).parent)
-    for words in (f"{steps} of 30", "not evaluated before and after training", "The run has no adapter yet"):
+    stands = f"Held-out reward was 0.400 before training. Training stands at step {steps} of 30"
+    for words in (f"{steps} of 30;", stands, "The run has no adapter yet"):
         assert words in text
     assert len(figures_of(folder)) == figures and "GPU memory" not in text and "Closed loop" not in text
     assert "|base model|" in text and "|trained|" not in text and "|nan|" not in text
@@ -227,8 +242,8 @@ def test_the_table_of_the_terminal_names_models_references_and_functions():
     lines = [line.split() for line in evaluation_table(results).splitlines()]
     assert " ".join(lines[0]).endswith("0.5, 2 completions a prompt, 95% interval over prompts, of a day together")
     spread = ["0.500", "(0.400", "to", "0.600)"]
-    assert ["base", "model", *spread, "-", "1.00", "-", "-"] in lines
-    assert ["base", "model,", "greedy", "-", "-", "-", "-", "-"] in lines
+    assert lines[1] == ["Reward", "Parse", "rate"], "columns in which no model has a figure are left out"
+    assert ["base", "model", *spread, "1.00"] in lines and ["base", "model,", "greedy", "-", "-"] in lines
     assert lines[lines.index(["function", "a:"]) + 2] == ["trained", *spread]
 
 

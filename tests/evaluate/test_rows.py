@@ -107,10 +107,14 @@ def test_the_command_scores_any_rows_as_the_run_does(weather, capsys, monkeypatc
         assert result[part]["reward"] == pytest.approx(own[part]["reward"], abs=1e-5), part
         assert result[part]["functions"]["action"] == pytest.approx(own[part]["functions"]["action"], abs=1e-5)
     assert result["difference"] == pytest.approx(own["difference"], abs=1e-5) and result["rewards"] == [["action", 1.0]]
+    assert "trained on" not in shown and "trained_on" not in result
     out = weather.held.with_name("other.json")
     assert ev.main([*arguments, "--rewards", "best,format=0.5", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     assert set(result["after"]["functions"]) == {"best", "format"} and "before" not in result
+    assert ev.main([str(weather.folder), "--data", str(weather.data), "--out", str(out)]) == 0
+    words = f"{120 - 4 * DAYS} of 120 rows have prompts that {weather.folder} was trained on"
+    assert words in capsys.readouterr().out and json.loads(out.read_text())["trained_on"] == 120 - 4 * DAYS
 
 
 def test_without_data_the_held_out_rows_of_the_run_are_scored(weather, capsys, monkeypatch):

@@ -4,6 +4,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -49,6 +50,12 @@ def test_sft_teaches_the_answers_and_grpo_starts_there(runs):
     assert start["step"] == 0 and start["heldout_reward"] > before + 0.05, "`before` is the base model's"
     assert after == pytest.approx(start["heldout_reward"], abs=1e-3)
     assert best["base"]["heldout_reward"] == before
+    assert result["start"]["reward"] == start["heldout_reward"] and result["start_greedy"]["reward"] > before
+    gain = result["after"]["reward"] - result["start"]["reward"]
+    assert result["difference_start"]["reward"] == pytest.approx(gain, abs=1e-6) and "difference" in result
+    text = re.sub(r"<[^>]+>", "|", (runs.grpo / "report.html").read_text())
+    assert "|start adapter|" in text and f"|Starts from||{runs.sft.parent.name}/sft|" in text
+    assert "the adapter it started from" in best["in_words"] or best["step"] == 0
     (row,) = read_csv(runs.grpo / "metrics.csv")
     assert float(row["kl"]) > 0.02, "the reference is the base model, not the start adapter"
     learned, trained = (load_file(folder / ADAPTER) for folder in (runs.sft, runs.grpo))
@@ -62,7 +69,7 @@ def test_both_say_what_they_are(runs):
     assert record["sources"]["LORA_R"] == "INIT_ADAPTER"
     assert "It started from the adapter in `" in (runs.grpo / "README.md").read_text()
     card = (runs.sft / "README.md").read_text()
-    assert "12 steps with supervised fine-tuning" in card and str(ROOT) not in card
+    assert "12 steps with supervised fine-tuning" in card and f'from_pretrained(model, "{runs.sft}")' in card
     settings = json.loads((runs.sft / "settings.json").read_text())["settings"]
     assert settings["MAX_COMPLETION_LEN"] == 12 and settings["EVAL_SAMPLES"] == 8, "the user's, for scripts/ask.py"
 

@@ -92,12 +92,20 @@ def test_a_planted_link_is_not_written_through(folder, tmp_path):
 
 
 def test_the_model_card_names_a_hub_model_and_a_folder(tmp_path):
-    card = model_card(Settings(), 7, "action x 1")
-    assert "base_model: openai/gpt-oss-20b\n" in card.split("---\n")[1] and "trained for 7 steps" in card
-    assert 'from_pretrained("openai/gpt-oss-20b"' in card and "Mxfp4Config" not in card
-    assert "Mxfp4Config(dequantize=True))" in model_card(Settings(LORA_TARGETS="q_proj,7.experts"), 7, "")
-    assert "completions each" not in model_card(Settings(DIRECT_ANSWERS=True), 7, "action x 1")
-    assert 'from_pretrained(base, "best")' in model_card(Settings(), 7, "action x 1", adapter="best")
+    def card(adapter="run", functions="action x 1", **settings):
+        return model_card(Settings(**settings), 7, functions, adapter=tmp_path / adapter if adapter else None)
+
+    assert "base_model: openai/gpt-oss-20b\n" in card().split("---\n")[1] and "trained for 7 steps" in card()
+    assert 'from_pretrained("openai/gpt-oss-20b"' in card() and "Mxfp4Config" not in card()
+    assert "Mxfp4Config(dequantize=True))" in card(functions="", LORA_TARGETS="q_proj,7.experts")
+    direct = card(DIRECT_ANSWERS=True)
+    assert "completions each" not in direct and "max_new_tokens=1)" in direct
+    assert ') + "<|channel|>final<|message|>["\n' in direct
+    assert f'from_pretrained(model, "{tmp_path}/run/best")' in card("run/best") and "from any folder" in card()
+    assert '{"role": "system", "content": "Say \\"no\\""}' in card(SYSTEM_PROMPT='Say "no"')
     (tmp_path / "mine").mkdir()
-    card = model_card(Settings(MODEL_ID=str(tmp_path / "mine")), 7, "action x 1")
-    assert str(tmp_path) not in card and 'from_pretrained("mine"' in card and "base_model:" not in card
+    local = {"MODEL_ID": str(tmp_path / "mine")}
+    assert f'from_pretrained("{tmp_path}/mine"' in card(**local) and "base_model:" not in card(**local)
+    saved = card(adapter="", **local)
+    assert str(tmp_path) not in saved and 'from_pretrained("mine"' in saved and 'from_pretrained(model, ".")' in saved
+    assert "from the folder of this file and with the path of the base model's folder (" in saved

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 import zipfile
 from pathlib import Path
@@ -19,8 +20,8 @@ from grpo.output.archive import write_zip
 from grpo.output.checkpoints import retire_checkpoint, rotate_checkpoints
 from grpo.output.durable import read_sealed, sealed
 from grpo.output.folder import prepare_run, recorded_commit
-from grpo.output.layout import ADAPTER, COMPLETE, LOGS, MANIFEST
-from grpo.settings.table import Settings
+from grpo.output.layout import ADAPTER, BEST, COMPLETE, LOGS, MANIFEST
+from grpo.settings.table import FIELDS, Settings
 
 
 def test_an_interrupted_run_continues_from_its_last_whole_checkpoint(tmp_path):
@@ -50,7 +51,15 @@ def test_what_may_not_continue(tmp_path):
     assert "LOG_PROMPTS=0 to continue it" in only(inspect(settings, LOG_PROMPTS=True)[1]), "it adds a column"
     problem = only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
     assert "an earlier version held other rows out: finish the run with that version" in problem
-    assert "started on other rows" in problem and "Restore DATA, EVAL_DATA and EVAL_SAMPLES to continue it" in problem
+    start = (
+        f"was started on other rows. To learn from these rows too, start from its adapter: set INIT_ADAPTER={folder}"
+    )
+    assert f"{start} and choose" in problem, "before all else"
+    assert "To continue it, restore DATA, EVAL_DATA and EVAL_SAMPLES" in problem and "OVERWRITE=1 deletes it" in problem
+    (folder / BEST).mkdir()
+    (folder / BEST / ADAPTER).touch()
+    assert f"{start}/best and" in only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
+    shutil.rmtree(folder / BEST)
     problem = only(inspect(settings, TOTAL_STEPS=3)[1])
     assert problem.startswith("TOTAL_STEPS: ") and "has 4 steps, more than 3. Set TOTAL_STEPS=4 or higher" in problem
     assert "Raise NUM_TRAIN_EPOCHS, set" in only(inspect(settings, TOTAL_STEPS=3, NUM_TRAIN_EPOCHS=1.0)[1])
@@ -58,6 +67,19 @@ def test_what_may_not_continue(tmp_path):
     (folder / COMPLETE).write_text("{}")
     assert "complete (4 of 4 steps)" in only(inspect(settings, TOTAL_STEPS=4)[1])
     assert not inspect(settings, TOTAL_STEPS=4, OVERWRITE=True)[1]
+
+
+def test_a_run_writes_its_settings_for_a_shell(tmp_path):
+    """Only what the user gave, quoted: a shell has the same settings, but for the folder and its deletion."""
+    chosen = {"DATA": "my days/*.csv", "LEARNING_RATE": 1e-4, "SYSTEM_PROMPT": "It's $5", "OVERWRITE": True}
+    settings = Settings(OUTPUT_DIR=str(tmp_path / "run"), **chosen)
+    sources = dict.fromkeys(FIELDS, "default") | dict.fromkeys([*chosen, "OUTPUT_DIR"], "environment")
+    prepare_run(inspect(settings)[0], settings, {"settings.json": {"sources": sources}})
+    command = f"set -a; . {tmp_path}/run/run.env; set +a; env"
+    done = subprocess.run(["env", "-i", "PATH=/usr/bin:/bin", "sh", "-c", command], capture_output=True, text=True)
+    lines = {line for line in done.stdout.splitlines() if not line.startswith(("PWD=", "PATH=", "_=", "SHLVL="))}
+    assert lines == {"DATA=my days/*.csv", "LEARNING_RATE=0.0001", "SYSTEM_PROMPT=It's $5"}
+    assert str(tmp_path) not in (tmp_path / "run/run.env").read_text(), "it may be shared"
 
 
 def test_the_commit_of_its_model(tmp_path):
@@ -275,7 +297,7 @@ def test_a_folder_without_a_run_is_fresh(tmp_path):
     assert "run.zip of an earlier run is there" in only(inspect(settings)[1])
     assert not inspect(settings, OVERWRITE=True)[1]
     prepare_run(state, settings, {"settings.json": {"settings": {}, "data_sha256": ""}})
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lost+found", "settings.json"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lost+found", "run.env", "settings.json"]
 
 
 def test_folders_of_others_are_never_touched(tmp_path):

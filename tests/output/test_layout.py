@@ -38,7 +38,8 @@ def test_a_kill_inside_overwrites_deletion_leaves_a_folder_that_the_same_command
     problems = inspect(settings, OVERWRITE=False)[1]
     assert "OVERWRITE=1 was interrupted" in only(problems) and "Set OVERWRITE=1" in problems[0]
     prepare_run(inspect(settings)[0], settings, records)
-    assert sorted(path.name for path in folder.iterdir()) == ["link", "settings.json"] and not archive.exists()
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["link", "run.env", "settings.json"] and not archive.exists()
     assert folder.stat().st_ino == number, "a mount point cannot be removed"
 
 
@@ -52,7 +53,8 @@ def test_overwrite_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
     for name in mine:
         (folder / name).touch()
     prepare_run(inspect(settings)[0], settings, {})
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*mine, "mine"])
+    new = "run.env"
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*mine, "mine", new])
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):

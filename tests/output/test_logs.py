@@ -36,6 +36,22 @@ def test_a_log_knows_its_end_whether_resumed_or_not(tmp_path):
         RunLog(tmp_path, Settings(TOTAL_STEPS=8))
 
 
+def test_only_a_simulated_run_has_columns_of_the_plant(tmp_path):
+    """And a run keeps those that it began with, also where the simulator comes or goes in the middle."""
+    figures = {"plant_regret", "plant_unserved_kwh"}
+    for name, settings, simulates, expected in (
+        ("plant", Settings(), True, figures),
+        ("routing", Settings(), False, set()),
+        ("maths", Settings(TASK="gsm8k"), True, set()),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        for is_simulated in (simulates, not simulates):
+            log = RunLog(folder, settings, (), is_simulated)
+            write_step(log, 1, [Completion(ROW, "[1]", 1, 9, False)], [0.5])
+            assert set(log.metrics.columns) == set(METRICS) - figures | expected
+
+
 @pytest.mark.parametrize(
     ("warning", "words"),
     [

@@ -51,7 +51,7 @@ def test_logs_say_nothing_of_what_was_not_sampled(direct_run):
 
 def test_report_and_watching_leave_these_out(direct_run, capsys):
     page = (direct_run.folder / "report.html").read_text()
-    titles = ("Parse rate</b>", "Completion length", "Clipped ratio", " tokens</div>")
+    titles = ("Parse rate</b>", "Length of answers", "Cut-off answers", " tokens</div>")
     assert "Entropy" in page and not [title for title in titles if title in page]
     assert watch.main([str(direct_run.folder)]) == 0
     picture = capsys.readouterr().out

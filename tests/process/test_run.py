@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import zipfile
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from damage import KINDS
-from helpers import ROOT, read_csv, run_script
+from helpers import QUESTION, ROOT, read_csv, run_python, run_script
 from hub_server import TOKEN, HubServer, files_in
 from runs import SETTINGS, assert_same_run, finish, go_on, has_line, start_held, wait_until
 
@@ -22,6 +23,7 @@ from grpo.output.best import read_best
 from grpo.output.checkpoints import RESUME_FILES, ROLLOUT, find_checkpoint
 from grpo.output.layout import COMPLETE, MANIFEST
 from grpo.output.logs import COMPLETIONS, METRICS
+from grpo.settings.table import TASK_FIGURES
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +37,13 @@ def whole_run(tmp_path_factory) -> Path:
     return folder
 
 
+def test_the_code_of_the_readme_works_from_any_folder(whole_run, tmp_path):
+    """As it is printed: it answers with the model's own chat template."""
+    code = re.search(r"```python\n(.*?)```", (whole_run / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    done = run_python("-c", code.replace("Your question", QUESTION), cwd=tmp_path, HF_HUB_OFFLINE=1)
+    assert re.search(r"^<\|channel\|>final<\|message\|>\S", done.stdout, re.MULTILINE), done.stdout
+
+
 def test_what_a_run_leaves(whole_run):
     names = {p.name for p in whole_run.iterdir()}
     expected = "adapter_model.safetensors adapter_config.json tokenizer.json chat_template.jinja training.log"
@@ -45,7 +54,7 @@ def test_what_a_run_leaves(whole_run):
     assert saved == {*RESUME_FILES, *others.split(), MANIFEST} - {ROLLOUT}
     metrics, completions = read_csv(whole_run / "metrics.csv"), read_csv(whole_run / "completions.csv")
     own = ["reward/action", "reward/hold"]
-    assert list(metrics[0]) == [*METRICS, *own, "log_metric"]
+    assert list(metrics[0]) == [*(name for name in METRICS if name not in TASK_FIGURES), *own, "log_metric"]
     assert list(completions[0]) == [*COMPLETIONS, *own, "log_extra"]
     assert [row["step"] for row in metrics] == list("123456")
     assert [row["step"] for row in completions] == [str(step) for step in range(1, 7) for _ in range(12)]
@@ -98,20 +107,19 @@ def test_the_zip_holds_everything_but_optimizer_states(whole_run):
     assert inside <= on_disk and "run/checkpoint-6/adapter_model.safetensors" in inside
 
 
-def test_the_model_card(whole_run, monkeypatch, tiny):
-    """In the run and in its checkpoints: no path of this machine, and the code in it loads the adapter."""
+def test_the_model_card(whole_run, tiny):
+    """In the run, whose code names its folder, and in its checkpoints, whose code names no path of this machine."""
     card, saved = ((whole_run / name / "README.md").read_text(encoding="utf-8") for name in ("", "checkpoint-6"))
-    assert "for data/tiny, trained for 6 steps with GRPO" in card and "data/tiny of the project train_grpo.py" in card
-    assert "base_model" not in card and "None" not in card and str(tiny.parent) not in card
+    for text in (card, saved):
+        assert (
+            "for data/tiny, trained for 6 steps with GRPO" in text and "base_model" not in text and "None" not in text
+        )
+    assert "data/tiny of the project train_grpo.py" in saved and str(tiny.parent) not in saved
+    assert 'from_pretrained(model, ".")' in saved and str(whole_run) not in saved
     note = card.split("\n\n")[2] + "\n\n"
     assert note.strip() == loading_advice(read_best(whole_run), 6).strip()
-    assert card.replace(note, "").replace('(base, "best")', '(base, ".")') == saved
-    assert ('from_pretrained(base, "best")' in card) == ("Load the adapter in `best/`" in note)
-    code = card.split("```python\n")[1].split("```")[0].replace('"data/tiny"', repr(str(tiny)))
-    monkeypatch.chdir(whole_run)
-    variables: dict = {}
-    exec(code.replace(', device_map="auto"', ""), variables)
-    assert all(p.abs().sum() > 0 for name, p in variables["model"].named_parameters() if "lora_" in name)
+    assert (f'(model, "{whole_run}/best")' in card) == ("Load the adapter in `best/`" in note)
+    assert f'(model, "{whole_run}' in card and f'from_pretrained("{tiny}")' in card
 
 
 def test_a_run_that_is_killed_moved_and_stopped_is_the_uninterrupted_one(whole_run, tmp_path):

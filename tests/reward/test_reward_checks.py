@@ -74,7 +74,7 @@ BAD = [
     ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0"),
     ("my_rewards:leaves", "my_rewards:leaves raised SystemExit (my_rewards.py, line 13)"),
     ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
-    ("my_rewards.py:score", "cannot be loaded: ModuleNotFoundError: No module named 'my_rewards.py'"),
+    ("my_rewards.py:score", "names a file, and Python wants its module: write my_rewards:score"),
 ]
 
 

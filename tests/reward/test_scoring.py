@@ -21,7 +21,7 @@ def test_rates_of_completions():
 
     lengths = {"clipped_ratio": 0.25, "tokens_mean": 25, "tokens_max": 40}
     assert rates(row) == lengths | {"parse_rate": 0.5, "best_action_rate": 0.25}
-    assert rates(dataclasses.replace(row, rewards=())) == lengths | {"parse_rate": 0.75, "best_action_rate": 0}
+    assert rates(dataclasses.replace(row, rewards=())) == lengths | {"parse_rate": 0.75, "best_action_rate": None}
 
 
 def test_the_state_before_training_has_all_that_training_has():

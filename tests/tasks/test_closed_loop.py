@@ -264,6 +264,24 @@ def test_what_was_measured_of_the_base_model_is_kept_only_if_it_is_the_same_meas
         assert "base" not in other["totals"]
 
 
+def test_the_start_adapter_has_a_row_and_its_difference():
+    """It is the trained model before it learns, and stays in the record like the base model."""
+    record = record_of(CASES[:3])
+    for name, answer in (("base", "[1]"), ("trained", "[2]"), ("trained_greedy", "[3]")):
+        run_model(plan_of(CASES[:3]), record, name, answering(answer))
+    start = SIMULATOR.as_start(record)
+    assert start["totals"]["start"] == record["totals"]["trained"] and "start_greedy" in start["totals"]
+    assert "trained" not in start["totals"] and "trained" in record["totals"], "a copy"
+    later = record_of(CASES[:3])
+    SIMULATOR.keep_base(later, start)
+    run_model(plan_of(CASES[:3]), later, "trained", answering("[3]"))
+    change = later["totals"]["trained"]["regret_percent"] - later["totals"]["start"]["regret_percent"]
+    assert later["difference_start"]["regret_percent"] == pytest.approx(change)
+    assert "the adapter it started from" in SIMULATOR.report(later).verdict
+    names = [row[0] for row in SIMULATOR.report(later).rows]
+    assert names[:3] == ["base", "start", "trained"] and "trained against start" in SIMULATOR.table(later)
+
+
 def test_windows_of_the_same_days_in_two_profiles_count_as_one():
     """They share the weather and the grid's CO2. A third of other days makes the interval possible."""
 

@@ -12,7 +12,7 @@ from grpo.figures.statistics import confidence_interval
 from grpo.figures.text import finite_number
 from grpo.phases import ROWS_S, Phase
 from grpo.settings.table import Settings
-from grpo.tasks.simulator import GREEDY, Record, SimulationPlan
+from grpo.tasks.simulator import BEFORE_TRAINING, GREEDY, START, Record, SimulationPlan
 from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import profiles as tes_profiles
 from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH
@@ -21,6 +21,7 @@ from grpo.tasks.tes.prompts import State, render_full, state_at
 
 MODELS = ("base", "trained")
 MODEL_POLICIES = (*MODELS, *(name + GREEDY for name in MODELS))
+ORDER = tuple(name + suffix for suffix in ("", GREEDY) for name in ("base", START, "trained"))  # Of models in totals.
 LEAST_WINDOWS = 3  # windows of fewer different days give no interval
 UNSERVED_KWH = 0.05  # A window in which more load than this stays unserved is counted.
 
@@ -130,15 +131,17 @@ def add_totals(record: Record) -> None:
         return {"unserved_windows": count, "worst_window": worst if count else None, "worst_unserved_kwh": most}
 
     record["totals"] = {}
-    for name in [name for name in (*MODEL_POLICIES, "optimum", *loop.RULES) if name in priced]:
+    for name in [name for name in (*ORDER, "optimum", *loop.RULES) if name in priced]:
         entries = [policies[name] for policies in windows]
         sums = {key: json_number(math.fsum(entry["mean"][key] for entry in entries)) for key in entries[0]["mean"]}
         counts = {key: json_number(sum(entry[key] for entry in entries)) for key in ("unparsed", "answers")}
         record["totals"][name] = sums | losses(name) | regret(name, "optimum") | counts
-    for name in ("difference", "difference_rule"):
+    for name in ("difference", "difference_start", "difference_rule"):
         record.pop(name, None)
     if priced.keys() >= set(MODELS):
         record["difference"] = regret("trained", "base")
+    if priced.keys() >= {"trained", START}:
+        record["difference_start"] = regret("trained", START)
     if "trained" in priced and (rule := best_rule(record["totals"])):
         record["difference_rule"] = regret("trained", rule)
 
@@ -151,7 +154,7 @@ def best_rule(totals: Mapping[str, Mapping[str, object]]) -> str | None:
 
 
 def keep_base(record: Record, earlier: Record) -> None:
-    """Copies the base model's policies, sampled and greedy, from an earlier record of the same measurement."""
+    """Copies the policies of base model and start adapter from an earlier record of the same measurement."""
 
     def conditions(measured: Record) -> list[object]:
         inputs = [[window.get(key) for key in ("name", "load_kw", "co2_kg_per_kwh")] for window in measured["windows"]]
@@ -159,9 +162,21 @@ def keep_base(record: Record, earlier: Record) -> None:
 
     if conditions(record) == conditions(earlier):
         for entry, old in zip(record["windows"], earlier["windows"], strict=True):
-            kept = {"base", "base" + GREEDY} & old["policies"].keys()
+            kept = set(BEFORE_TRAINING) & old["policies"].keys()
             entry["policies"] |= {name: old["policies"][name] for name in kept}
         add_totals(record)
+
+
+def as_start(record: Record) -> Record:
+    """A copy of a record in which the trained model is called START: it has not learned yet."""
+    names = {"trained" + suffix: START + suffix for suffix in ("", GREEDY)}
+    windows = [
+        entry | {"policies": {names.get(name, name): policy for name, policy in entry["policies"].items()}}
+        for entry in record["windows"]
+    ]
+    copy = record | {"windows": windows}
+    add_totals(copy)
+    return copy
 
 
 def run_model(plan: ClosedLoopPlan, record: Record, name: str, ask: loop.Ask) -> None:

@@ -11,7 +11,7 @@ from grpo.common import InputError, Problems
 from grpo.data.files import Row, find_files, read_rows
 from grpo.data.prompts import render
 from grpo.figures.text import finite_number, object_at, table_lines, with_interval, wrapped
-from grpo.figures.verdict import BASE, RARE_LOSSES, RULE, Comparison, verdict
+from grpo.figures.verdict import BASE, RARE_LOSSES, RULE, START_ADAPTER, Comparison, verdict
 from grpo.harmony import open_answer
 from grpo.settings.table import Settings
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
@@ -125,6 +125,7 @@ class ClosedLoop(Simulator):
 
     new_record = staticmethod(tes_record.new_record)
     keep_base = staticmethod(tes_record.keep_base)
+    as_start = staticmethod(tes_record.as_start)
 
     def run(self, plan: ClosedLoopPlan, record: Record, name: str, responder: Responder, greedy: bool = True) -> None:
         if record["exact"]:
@@ -151,6 +152,9 @@ class ClosedLoop(Simulator):
         if "difference" in record:
             change = with_interval(record["difference"], "regret_percent", "+.1f", "95% interval ")
             lines.append(f"  trained against base: regret {change} points")
+        if "difference_start" in record:
+            change = with_interval(record["difference_start"], "regret_percent", "+.1f", "95% interval ")
+            lines.append(f"  trained against start: regret {change} points")
         lines += wrapped(verdict(self.comparisons(record)))
         if any(map(hides_losses, record["totals"].values())):
             lines += wrapped(f"* {UNSERVED_LOSSES}")
@@ -163,6 +167,8 @@ class ClosedLoop(Simulator):
         gains = []
         if "base" in totals and "trained" in totals:
             gains.append(saved_regret(BASE, object_at(record, "difference"), 0.0, windows))
+        if "difference_start" in record:
+            gains.append(saved_regret(START_ADAPTER, object_at(record, "difference_start"), 0.0, windows))
         if "trained" in totals and (rule := tes_record.best_rule(totals)):
             paired = object_at(record, "difference_rule")
             regret = 0.0 if paired else finite_number(totals[rule].get("regret_percent"))

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cards that one can rent or own: what the plan of a run and its time need to know of them, for `--check --card` and
+for the README's table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from grpo.common import InputError
+from grpo.plan.hub import REAL_CONFIG, ModelConfig
+from grpo.plan.machine import Machine
+from grpo.settings.table import Settings
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and those of them in which it learns; the others are the rollout's."""
+
+    step: float
+    learning: float
+
+    @property
+    def rollout(self) -> float:
+        return self.step - self.learning
+
+
+Times = Mapping[int, StepTime]  # By the length of the completions, in tokens.
+
+
+@dataclass(frozen=True)
+class Card:
+    """A row of the README's table, and the cards in it."""
+
+    label: str
+    capability: float  # CUDA compute capability.
+    free: float  # GiB that a run finds free.
+    speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # By `--card`'s name; see SPEEDS_FROM.
+    measured: Times = field(default_factory=dict)  # With 12 x 8 completions and prompts of PROMPT_TOKENS.
+    arch: str = "x86_64"
+
+
+SPEEDS_FROM = "GB/s of memory and dense BF16 TFLOPS of NVIDIA's data sheets"
+PROMPT_TOKENS, COMPLETIONS = 940, 96  # Of the measured steps.
+SHORT, LONG = 512, 4000  # Lengths of completions that were measured.
+# The seconds are step_s and learn_s of docs/results/experts-*.json; tests/plan/test_cards.py compares them.
+H200 = {SHORT: StepTime(8.144, 3.404), LONG: StepTime(63.03, 24.32)}
+SMALL = {SHORT: StepTime(9.772, 5.122), LONG: StepTime(96.35, 41.22)}  # An H200 with 22 GiB free.
+OLDER_KERNELS = {SHORT: StepTime(11.296, 5.243), LONG: SMALL[LONG]}  # The same with kernels of cards before Hopper.
+H200_SPEED = (4800.0, 989.0)
+CARDS = (
+    Card(
+        "RTX 4090, A10 (24 GB)",
+        8.9,
+        23.0,
+        {"4090": (1008, 165), "A10": (600, 125), "3090": (936, 71), "L4": (300, 121)},
+    ),
+    Card("L40S, A6000 (48 GB)", 8.9, 46.0, {"L40S": (864, 362), "A6000": (768, 155)}),
+    Card("A100 of 80 GB", 8.0, 78.6, {"A100": (2039, 312)}),
+    Card("Hopper with 22 GiB free", 9.0, 22.0, measured=SMALL),
+    Card("H100 of 80 GB", 9.0, 78.6, {"H100": (3350, 989)}, {SHORT: StepTime(8.897, 3.834)}),
+    Card("GH200 480GB (97,871 MiB)", 9.0, 94.6, {"GH200": (4000, 989)}, arch="aarch64"),
+    Card("H200", 9.0, 139.8, {"H200": H200_SPEED}, H200),
+)
+NAMES = {name: card for card in CARDS for name in card.speeds}
+LARGE = 70.0  # GiB: cards with as much free memory learn from large micro-batches, as the H200 did.
+RAM = 64.0  # GiB of host memory that a rented machine has at least.
+
+
+def find_card(name: str) -> str:
+    """The name of a card in NAMES that `name` means: `h100`, `NVIDIA H100 80GB HBM3`. Empty if there is none."""
+    words = name.upper().replace("-", " ").replace("_", " ").split()
+    return next((known for known in NAMES if known in words), "")
+
+
+def rented_machine(text: str) -> Machine:
+    """A machine with the card that `text` names, which is not here. Raises InputError for an unknown one."""
+    if not (name := find_card(text)):
+        raise InputError(f"--card {text}: unknown. Name one of {', '.join(NAMES)}")
+    card = NAMES[name]
+    return Machine(name, 1, card.free, card.free, RAM, 16, card.arch, card.capability, is_planned=True)
+
+
+def step_times(name: str) -> tuple[Times, str]:
+    """The times of 12 x 8 completions of SHORT and of LONG tokens on the card `name`, and where they come from."""
+    card = NAMES[name]
+    if card.measured.keys() == H200.keys():
+        return card.measured, "between steps that were measured"
+    if first := card.measured.get(SHORT):
+        rollout, learning = first.rollout / H200[SHORT].rollout, first.learning / H200[SHORT].learning
+        long = StepTime(H200[LONG].rollout * rollout + H200[LONG].learning * learning, H200[LONG].learning * learning)
+        return {SHORT: first, LONG: long}, f"estimated from {SHORT} tokens, which were measured"
+    bandwidth, tflops = (ours / own for ours, own in zip(H200_SPEED, card.speeds[name], strict=True))
+    times = {}
+    for length, time in (H200 if card.free > LARGE else OLDER_KERNELS).items():
+        learning = time.learning * tflops
+        times[length] = StepTime(time.rollout * bandwidth + learning, learning)
+    return times, "ESTIMATED from an H200's by bandwidth and TFLOPS: nobody has measured this card"
+
+
+def rollout_seconds(times: Times, completions: int, length: int) -> float:
+    """Seconds to generate so many completions of `length` tokens at once. Four times as many took 2.4 times as long."""
+    slope = (times[LONG].rollout - times[SHORT].rollout) / (LONG - SHORT)
+    return max(0.0, times[SHORT].rollout + slope * (length - SHORT)) * (completions / COMPLETIONS) ** 0.62
+
+
+def step_seconds(times: Times, settings: Settings, length: int) -> float:
+    """Seconds of a step with these settings, if all completions have `length` tokens."""
+    slope = (times[LONG].learning - times[SHORT].learning) / (LONG - SHORT)
+    learning = max(0.0, times[SHORT].learning + slope * (length - SHORT))
+    rollout = rollout_seconds(times, settings.completions_per_rollout, length) / settings.steps_per_rollout
+    return rollout + learning * settings.completions_per_step / COMPLETIONS
+
+
+def knows_times(settings: Settings, config: ModelConfig | None) -> bool:
+    """Whether the times hold for a run: they are those of gpt-oss-20b's shapes and of sampled completions by vLLM."""
+    shape = ("num_hidden_layers", "hidden_size", "num_local_experts")
+    is_20b = config is not None and all(config.get(key) == REAL_CONFIG[key] for key in shape)
+    return is_20b and bool(settings.USE_VLLM) and not settings.DIRECT_ANSWERS

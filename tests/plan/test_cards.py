@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of cards: its names, and the times that a run takes on them."""
+
+import dataclasses
+import json
+
+import pytest
+from helpers import ROOT
+
+from grpo.common import InputError
+from grpo.plan import cards
+from grpo.plan.cards import H200, LONG, NAMES, OLDER_KERNELS, SHORT, SMALL, StepTime, step_seconds, step_times
+from grpo.settings.table import Settings
+
+RUN = Settings(USE_VLLM=True, MAX_COMPLETION_LEN=SHORT)
+RECORDED = [  # the time in the table, and the file that it is from
+    (H200[SHORT], "experts-shared-h200"),
+    (H200[LONG], "experts-shared-4000-h200"),
+    (SMALL[SHORT], "experts-shared-22-h200"),
+    (SMALL[LONG], "experts-shared-22-4000-h200"),
+    (OLDER_KERNELS[SHORT], "experts-paged-22-older-cards-h200"),
+    (NAMES["H100"].measured[SHORT], "experts-shared-h100"),
+]
+
+
+@pytest.mark.parametrize(("time", "name"), RECORDED)
+def test_times_are_those_that_were_measured(time, name):
+    record = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    values = {figure["name"]: figure["value"] for figure in record["figures"]}
+    assert time == StepTime(pytest.approx(values["step_s"], rel=1e-3), pytest.approx(values["learn_s"], rel=1e-3))
+
+
+def test_a_card_is_found_by_the_names_that_people_and_drivers_give_it():
+    names = {"h100": "H100", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-80GB": "A100", "RTX_4090": "4090"}
+    assert {text: cards.find_card(text) for text in names} == names
+    assert cards.find_card("H1000") == "" and cards.find_card("") == ""
+    machine = cards.rented_machine("nvidia h200")
+    assert machine.is_planned and (machine.gpu, machine.gpu_free, machine.capability) == ("H200", 139.8, 9.0)
+    with pytest.raises(InputError, match="--card T4: unknown. Name one of 4090, .*H100, GH200, H200"):
+        cards.rented_machine("T4")
+
+
+def test_a_measured_step_is_told_as_it_was_and_others_between_the_measured_ones():
+    times, source = step_times("H200")
+    assert source == "between steps that were measured" and step_seconds(times, RUN, SHORT) == pytest.approx(8.144)
+    assert step_seconds(times, RUN, LONG) == pytest.approx(63.03)
+    assert 30 < step_seconds(times, RUN, 2200) < 40
+    shared = dataclasses.replace(RUN, STEPS_PER_GENERATION=4)
+    assert step_seconds(times, shared, SHORT) == pytest.approx(5.63, rel=0.15), "steps-per-generation-h200.json"
+    wide = dataclasses.replace(RUN, NUM_GENERATIONS=32)
+    assert step_seconds(times, wide, SHORT) == pytest.approx(23.5, rel=0.1), "experts-shared-384-h200.json"
+
+
+def test_cards_that_nobody_has_measured_are_marked_and_slower():
+    fastest = [step_seconds(step_times(name)[0], RUN, LONG) for name in ("H200", "H100", "A100", "L40S", "4090", "L4")]
+    assert fastest == sorted(fastest)
+    assert "estimated from 512 tokens, which were measured" in step_times("H100")[1]
+    for name in set(NAMES) - {"H100", "H200"}:
+        assert "nobody has measured this card" in step_times(name)[1] or NAMES[name].measured
