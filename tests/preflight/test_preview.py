@@ -102,7 +102,7 @@ def test_a_card_is_planned_for_without_looking_at_this_machine(tmp_path):
     """Its memory is the plan's, vLLM counts as installed, and this machine's disk is not asked."""
     done = run_script("--check", "--card", "h100", MODEL_ID="tiny", OUTPUT_DIR=tmp_path / "run", EVAL_SAMPLES=0)
     text = " ".join(done.stdout.split())
-    assert "machine H100, 78.6 of 78.6 GiB free; 16 cores" in text
+    assert "machine H100, 78.6 of 78.6 GiB are free; 16 cores" in text
     assert "time not known: steps of gpt-oss-20b" in text and "Every check passed" in text
     done = run_script("--check", "--card", "T4", MODEL_ID="tiny", OUTPUT_DIR=tmp_path / "run", code=2)
     assert "--card T4: unknown. Name one of" in done.stderr
