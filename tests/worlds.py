@@ -107,3 +107,29 @@ class Late(Sum):
 class TextReward(Sum):
     def get_reward(self):
         return "good"
+
+
+class Tally:
+    """TRL's contract alone: numbers are added, and what comes closest to the target is best."""
+
+    def reset(self, target=0, **columns):
+        self.target, self.total = int(target), 0
+        return f" Reach {target}."
+
+    def add(self, number: int) -> str:
+        """Adds a number.
+
+        Args:
+            number: What is added.
+        """
+        if number > 50:
+            raise ValueError("too much")
+        self.total += number
+        return f"total {self.total}"
+
+    def get_reward(self) -> float:
+        return -abs(self.target - self.total) / 10
+
+
+def few_digits(completions, environments, **columns):
+    return [float(environment.total < 10) for environment in environments]

@@ -49,7 +49,7 @@ class Description:
 
     name: str
     tools: Sequence[dict[str, Any]]  # JSON schemas, as chat templates take them
-    has_reward: bool
+    has_reward: bool  # `get_reward`, or `step_rewards` from the start
 
 
 class EnvironmentFault(Exception):
@@ -87,7 +87,8 @@ def describe(factory: Any) -> Description:
     if not schemas:
         raise EnvironmentFault(f"{kind.__name__} has no public method beside reset: there is no tool to call")
     json.dumps(schemas)  # A default value that JSON cannot hold is a TypeError here.
-    return Description(kind.__name__, schemas, callable(getattr(environment, "get_reward", None)))
+    has_reward = callable(getattr(environment, "get_reward", None)) or hasattr(environment, "step_rewards")
+    return Description(kind.__name__, schemas, has_reward)
 
 
 class Host:

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.data.files import Row, reward_columns
 from grpo.environment.calls import Call, error_text, read_call, result_parts, special_ids, without_tokens
-from grpo.environment.episode import Episode
 from grpo.environment.pool import TIMED_OUT, Environment, EnvironmentPool
 from grpo.environment.worker import Reply
 from grpo.phases import LINE_S, Phase
 from grpo.reward.calling import RewardError
+from grpo.reward.episode import Episode
 from grpo.rollout.sampler import EndTokens, Sample, Sampler, Sampling, Session
 from grpo.settings.table import Settings
 
@@ -41,7 +41,7 @@ class Play:
     prompt_ids: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     learned: list[int] = field(default_factory=list)
-    logps: list[float | None] = field(default_factory=list)
+    logps: list[float | None] | None = field(default_factory=list)  # None where the sampler knows none
     turns: list[int] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)  # of each turn's call
     author: str = ""  # who answers the call that runs
@@ -51,9 +51,12 @@ class Play:
     resets: int = 0
 
     def extend(self, ids: Sequence[int], logps: Sequence[float | None] | None, learned: int) -> None:
+        """Adds the tokens of a turn (`learned` 1) or of a result (0), which has no log-probs."""
         self.ids += ids
         self.learned += [learned] * len(ids)
-        self.logps += logps if logps is not None else [0.0] * len(ids)
+        if not learned:  # As in TRL; nothing is learned there.
+            logps = [0.0] * len(ids)
+        self.logps = None if self.logps is None or logps is None else [*self.logps, *logps]
 
     def record(self, reward: float | None = None, fault: str = "", copy: bytes = b"") -> Episode:
         """The episode as it ended."""
@@ -169,6 +172,7 @@ class Stage:
         return {**reward_columns(row), "prompt": row.trl_prompt}
 
     def ask(self, play: Play, method: str, *arguments: object) -> None:
+        """Asks the episode's environment; `hear` gets its answer."""
         play.request, play.asked_at = method, time.monotonic()
         self.asked[play.environment] = play
         play.environment.ask(self.player.pool.timeout, method, *arguments)

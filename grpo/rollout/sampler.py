@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from peft import PeftModel
@@ -19,15 +19,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.data.prompts import sampling_seed
-from grpo.environment.episode import Episode
 from grpo.model.attention import using_attention
 from grpo.model.load import evaluating
 from grpo.phases import LINE_S, Phase
 from grpo.process.ranks import Ranks
+from grpo.reward.episode import Episode
 from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, close_answers
 from grpo.rollout.engine import Engine, gpu_used_gib
 from grpo.settings.table import Settings
+
+if TYPE_CHECKING:
+    from grpo.data.files import Row
+    from grpo.rollout.episodes import EpisodePlayer
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -68,6 +72,11 @@ class Sample:
     logps: list[float | None] | None = None  # of each token after temperature, None for NaN; None: not known
     probabilities: Tensor | None = None  # (K,): of the run's actions at the only token, with DIRECT_ANSWERS
     episode: Episode | None = None  # with ENVIRONMENT, whose tokens are all turns and results
+
+    @property
+    def written(self) -> int:
+        """The number of tokens that the model wrote."""
+        return self.episode.tokens if self.episode else len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -321,6 +330,14 @@ class RankedSampler:
             for rank, part in enumerate(shared)
             for n, values in enumerate(part)
         ]
+
+    def play(self, player: EpisodePlayer, rows: Sequence[Row], group: int, sampling: Sampling) -> list[Sample]:
+        """Like `sample`, but an episode of each row; each process has environments of its own."""
+        own = self.ranks.share_out(len(rows), group)
+        seeded = replace(sampling, seed=sampling.seed + self.ranks.rank)
+        samples = player.play(rows[own.start : own.stop], seeded) if own else []
+        shared = self.ranks.share([(s.ids, s.logps, vars(s.episode)) for s in samples])
+        return [Sample(ids, logps, episode=Episode(**record)) for part in shared for ids, logps, record in part]
 
     def answer(self, prompts: Sequence[Tokens], group: int, sampling: Sampling) -> list[Sample]:
         """Like `sample`, but rank 0 calls it alone, inside `run_on_rank0`, and makes the other ranks take part."""

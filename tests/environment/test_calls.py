@@ -77,6 +77,15 @@ def test_prompt_and_results_are_rendered_as_openai_harmony_renders_them(conversa
         assert before + turn["result"] + behind == turn["answer"]
 
 
+def test_the_tiny_models_template_lists_tools_as_gpt_osss_does():
+    """But for lists, whose items it does not name."""
+    tools = json.loads(json.dumps(RECORDED["tools"]).replace('"items": {"type": "integer"}', '"items": {}'))
+    template = (TINY_PATH / "chat_template.jinja").read_text(encoding="utf-8")
+    for messages in ([("system", "Serve."), ("user", "x")], [("user", "x")]):
+        ours, theirs = (render(text, messages, "low", "2025-11-06", {"tools": tools}) for text in (template, TEMPLATE))
+        assert ours[ours.index("<|start|>developer") :] == theirs[theirs.index("<|start|>developer") :]
+
+
 def test_the_template_differs_in_quotes_alone():
     message = RECORDED["conversations"][0]["turns"][0]
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": message["name"], "arguments": {}}]}

@@ -1,65 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes with a scripted model: what is sampled, what follows, and how each can end."""
 
-import contextlib
 import itertools
 import re
 
 import pytest
+from scripted import FINAL, STOPS, TOKENIZER, Script, add, call
 
 from grpo.data.files import Row
 from grpo.environment.pool import EnvironmentPool
 from grpo.harmony import ASSISTANT
-from grpo.model.load import load_tokenizer
-from grpo.plan.hub import TINY_PATH
 from grpo.reward.calling import RewardError
 from grpo.rollout.episodes import EpisodePlayer
-from grpo.rollout.sampler import EndTokens, Sample, Sampler, Sampling, Session
+from grpo.rollout.sampler import EndTokens, Sampling
 from grpo.settings.table import Settings
-
-TOKENIZER = load_tokenizer(str(TINY_PATH))
-STOPS = [TOKENIZER.get_vocab()[f"<|{name}|>"] for name in ("return", "call", "endoftext")]
-FINAL = "<|channel|>final<|message|>Done.<|return|>"
-
-
-def call(text, tool="add"):
-    return f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>{text}<|call|>"
-
-
-def add(number):
-    return call(f'{{"number": {number}}}')
-
-
-class Script(Sampler):
-    """A model that writes the next turn of its script. The script of an episode is found by the text of its prompt, and
-    the turn by the results. It answers batches, or one prompt a step, the latest first."""
-
-    def __init__(self, scripts, stepwise):
-        self.scripts, self.stepwise, self.batches = scripts, stepwise, []
-
-    @contextlib.contextmanager
-    def session(self, sampling):
-        assert sampling.in_turns
-        yield (Steps if self.stepwise else Session)(self.answer)
-
-    def answer(self, prompts, limits):
-        self.batches.append(len(prompts))
-        for prompt, limit in zip(prompts, limits, strict=True):
-            text = TOKENIZER.decode(prompt)
-            script = next(script for key, script in self.scripts.items() if key in text)
-            turn = script[text.count(" to=assistant")]
-            ids = TOKENIZER(turn)["input_ids"][:limit]
-            yield Sample(ids, [-len(ids) - n / 100 for n in range(len(ids))])
-
-
-class Steps(Session):
-    is_stepwise = True
-
-    def advance(self):
-        if not self.waiting:
-            return []
-        number, prompt, limit = self.waiting.pop()
-        return [(number, next(iter(self.answer([prompt], [limit]))))]
 
 
 @pytest.fixture
