@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.common import InputError
+from grpo.data.files import Row
 from grpo.evaluate.exact import BATCH_TOKENS, answer_probabilities
 from grpo.learn.trainer import Trainer
 from grpo.model.attention import unwrap_peft
@@ -26,10 +27,12 @@ from grpo.preflight.choices import ATTENTION, choose_attention
 from grpo.process.ranks import Ranks
 from grpo.reward.lookup import action_tokens
 from grpo.rollout.engine import EngineError, start_engine
+from grpo.rollout.episodes import EpisodePlayer
 from grpo.rollout.sampler import (
     AwakeVllmSampler,
     DirectSampler,
     RankedSampler,
+    Sample,
     Sampler,
     TransformersSampler,
     adapter_disabled,
@@ -50,6 +53,12 @@ class EvaluatedModel:
     tokenizer: PreTrainedTokenizerBase
     stops: Sequence[int]  # ids of the tokens that end a completion
     sampler: RankedSampler
+    player: EpisodePlayer | None = field(default=None, kw_only=True)  # with ENVIRONMENT
+
+    def play(self, rows: Sequence[Row], step: int = 0, greedy: bool = False, base: bool = False) -> list[Sample]:
+        """An episode of each row in ENVIRONMENT, drawn as `complete` draws; this process plays them alone."""
+        assert self.player
+        return self.player.play(rows, evaluation_sampling(self.settings, step, greedy, base))
 
     def complete(
         self, prompts: Sequence[str], samples: int = 1, step: int = 0, greedy: bool = False, base: bool = False
@@ -86,7 +95,8 @@ class TorchModel(EvaluatedModel):
 def trained_model(trainer: Trainer) -> TorchModel:
     """The model of a run, which generates its answers like rollouts: by the same engine, with the same lengths."""
     settings, tokenizer, stops = trainer.run.settings, trainer._tokenizer, trainer.eos_token_ids
-    return TorchModel(settings, tokenizer, stops, trainer.sampler, unwrap_peft(trainer.model), trainer.model)
+    network, player = unwrap_peft(trainer.model), trainer.player if settings.ENVIRONMENT else None
+    return TorchModel(settings, tokenizer, stops, trainer.sampler, network, trainer.model, player=player)
 
 
 def load_torch_model(settings: Settings, files: ModelFiles, adapter: Path | None, attention: str) -> TorchModel:

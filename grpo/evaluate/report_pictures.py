@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from grpo.evaluate.run_files import FUNCTION, Run
 from grpo.figures.text import finite_number
-from grpo.output.logs import EVALUATED, METRICS
+from grpo.output.logs import EPISODE_METRICS, EVALUATED, METRICS
 from grpo.settings.table import TASK_FIGURES
 
 MEAN_STEPS = 10  # steps in a moving mean
@@ -31,6 +31,11 @@ CURVES = {  # title: columns of metrics.csv with a common unit; their meanings b
     "Entropy": ["entropy"],
     "Train/inference mismatch": ["logp_diff_mean"],
     "GPU memory": ["gpu_peak_gib"],
+}
+EPISODE_CURVES = {
+    "Turns and calls": ["turns_mean", "calls_mean"],
+    "Calls answered with an error": ["call_errors"],
+    "Time of environments": ["tool_s_mean"],
 }
 PHASES = ("wake_s", "handover_s", "generation_s", "sleep_s", "reward_s", "learn_s")
 REFERENCES = {"random": ":", "constant": "-.", "oracle": "--"}  # line styles by key of evaluation.json
@@ -90,9 +95,9 @@ def pictures(run: Run) -> list[tuple[str, str, str]]:
     known = {name: finite_number(run.evaluation.get(name)) for name in REFERENCES}
     references = {name: value for name, value in known.items() if value == value}
     functions = [name for name in values if name.startswith(FUNCTION)]
-    meanings = METRICS | dict.fromkeys(functions, ("reward", "Mean before its weight."))
+    meanings = METRICS | EPISODE_METRICS | dict.fromkeys(functions, ("reward", "Mean before its weight."))
     several = {"Reward functions": functions} if len(functions) > 1 else {}
-    for title, columns in (CURVES | several).items():
+    for title, columns in (CURVES | EPISODE_CURVES | several).items():
         if values[columns].notna().sum().max() > 1:
             axes = panel(meanings[columns[0]][0])
             draw_curve(axes, values[columns], references if columns == MEASURED else {})
