@@ -43,7 +43,7 @@ class HeldoutEvaluation:
     def clusters(self) -> list[tuple[str, str]]:
         """The cluster of each row for confidence intervals: its day, because hours of a day resemble each other, or its
         prompt if it has no date. The file does not matter: the same day in two files is one day."""
-        return list(map(group_of, self.rows))
+        return [group_of(row, bool(self.model.settings.ENVIRONMENT)) for row in self.rows]
 
     def add_models(self, results: Results, names: Sequence[str]) -> None:
         """Measure the models in `names` that the results lack: `before` is the base model, `after` the adapter. Also

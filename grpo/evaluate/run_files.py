@@ -100,7 +100,8 @@ def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
     if any(is_dataset(name) for name in split_commas(data)):
         return {}  # a report must not need the network
     rows = read_rows("DATA", data, Problems(), system)
-    candidates = [rows, hold_out(rows, share or 0.0).train]  # a run without EVAL_DATA held rows out
+    episodes = bool(settings.get("ENVIRONMENT"))
+    candidates = [rows, hold_out(rows, share or 0.0, episodes).train]  # a run without EVAL_DATA held rows out
     if not rows or record.get("data_sha256") not in [data_fingerprint(split) for split in candidates]:
         return {}
     return {row.id: "\n".join(text for _, text in row.messages) for row in rows}

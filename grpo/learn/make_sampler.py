@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from grpo.data.files import Row
-from grpo.data.prepare import episode_prompt
 from grpo.environment.pool import EnvironmentPool
 from grpo.learn.context import RunContext
 from grpo.model.attention import unwrap_peft
@@ -53,12 +51,8 @@ def make_player(
     s, description, files = run.settings, run.resolved.environment, run.resolved.files
     assert description and files  # A run that passed its checks has both.
     run.environments = run.environments or EnvironmentPool(s.ENVIRONMENT, s.ENV_TIMEOUT)
-
-    def render(row: Row, observation: str) -> str:
-        return episode_prompt(s, row, files.template, description.tools, observation)
-
     engine = run.plan.engine
     at_once = engine.max_num_seqs if engine else -(-s.completions_per_rollout // run.ranks.size)
-    names = [tool["function"]["name"] for tool in description.tools]
     has_own = any(":" in name for name, _ in run.resolved.reward_specs)  # Only these read copies of environments.
-    return EpisodePlayer(sampler, run.environments, tokenizer, ends, s, names, render, at_once, has_own)
+    pool, tools = run.environments, description.tools
+    return EpisodePlayer(sampler, pool, tokenizer, ends, s, tools, files.template, at_once, has_own)

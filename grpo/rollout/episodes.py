@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from grpo.data.files import Row, reward_columns
+from grpo.data.prepare import Tools, episode_prompt
 from grpo.environment.calls import Call, error_text, read_call, result_parts, special_ids, without_tokens
 from grpo.environment.pool import TIMED_OUT, Environment, EnvironmentPool
 from grpo.environment.worker import Reply
@@ -76,8 +77,8 @@ class Play:
 
 
 class EpisodePlayer:
-    """Plays an episode for each of some rows. `render` makes a prompt of a row and the text of the reset; `tools` are
-    the names of the environment's tools; at most `at_once` environments live at the same time."""
+    """Plays an episode for each of some rows. `tools` are the schemas of the environment's tools, which the model's
+    chat `template` lists; at most `at_once` environments live at the same time."""
 
     def __init__(
         self,
@@ -86,13 +87,14 @@ class EpisodePlayer:
         tokenizer: PreTrainedTokenizerBase,
         ends: EndTokens,
         settings: Settings,
-        tools: Sequence[str],
-        render: Callable[[Row, str], str],
+        tools: Tools,
+        template: str | None,
         at_once: int,
         wants_copy: bool,
     ):
         self.sampler, self.pool, self.tokenizer, self.ends = sampler, pool, tokenizer, ends
-        self.settings, self.tools, self.render = settings, tools, render
+        self.settings, self.tools, self.template = settings, tools, template
+        self.names = [tool["function"]["name"] for tool in tools]
         self.at_once, self.wants_copy = at_once, wants_copy
         self.special = special_ids(lambda token: tokenizer.get_vocab().get(token))
 
@@ -118,8 +120,8 @@ class EpisodePlayer:
     def read(self, ids: Sequence[int]) -> Call | None:
         """The call of a turn, with a fault if there is no such tool."""
         call = read_call(ids, self.special, lambda part: str(self.tokenizer.decode(list(part))))
-        if call and not call.fault and call.name not in self.tools:
-            return replace(call, fault=f"there is no tool {call.name[:100]!r}, only {', '.join(self.tools)}")
+        if call and not call.fault and call.name not in self.names:
+            return replace(call, fault=f"there is no tool {call.name[:100]!r}, only {', '.join(self.names)}")
         return call
 
     def result_ids(self, author: str, text: str) -> list[int]:
@@ -196,7 +198,8 @@ class Stage:
     def begin(self, play: Play, observation: str) -> None:
         """Sets the prompt. Raises RewardError if it is too long."""
         player = self.player
-        play.prompt = player.render(play.row, without_tokens(observation))
+        text = without_tokens(observation)
+        play.prompt = episode_prompt(player.settings, play.row, player.template, player.tools, text)
         play.prompt_ids = player.tokenizer(play.prompt)["input_ids"]
         if len(play.prompt_ids) > player.settings.MAX_PROMPT_LEN:
             text = f"the prompt of {play.row.file}, row {play.row.number}, has {len(play.prompt_ids)} tokens with the"

@@ -15,6 +15,8 @@ from grpo.rollout.episodes import EpisodePlayer
 from grpo.rollout.sampler import EndTokens, Sampling
 from grpo.settings.table import Settings
 
+TEMPLATE = "{% if tools %}<|start|>user<|message|>{{ messages[-1].content }}<|end|><|start|>assistant{% endif %}"
+
 
 @pytest.fixture
 def play():
@@ -28,13 +30,9 @@ def play():
         s = Settings(**{"MAX_COMPLETION_LEN": 600, "ENVIRONMENT": f"worlds:{world}"} | settings)
         rows = [Row("t.csv", n, (("user", "Add."),), (), {"target": n}) for n in range(len(scripts))]
         model = Script(scripts, stepwise)
-        tools = ("add", "wait", "leave", "fail", "fork", "stop")
-
-        def render(row, text):
-            return f"<|start|>user<|message|>{row.messages[0][1]}{text}<|end|>{ASSISTANT}"
-
+        tools = [{"function": {"name": name}} for name in ("add", "wait", "leave", "fail", "fork", "stop")]
         ends = EndTokens(STOPS, TOKENIZER.pad_token_id)
-        player = EpisodePlayer(model, pools[-1], TOKENIZER, ends, s, tools, render, at_once, wants_copy)
+        player = EpisodePlayer(model, pools[-1], TOKENIZER, ends, s, tools, TEMPLATE, at_once, wants_copy)
         return player.play(rows, Sampling(0, 1.0, 1.0, s.MAX_COMPLETION_LEN)), model
 
     yield run
