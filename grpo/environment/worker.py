@@ -39,7 +39,7 @@ class Reply:
     failed: str = ""  # Why the episode cannot go on; `text` and the rest are empty.
     is_error: bool = False  # Whether the call raised: `text` is its message.
     done: bool = False
-    reward: float | None = None  # New `step_rewards`, or what `get_reward` returned.
+    reward: float | None = None  # New `step_rewards`, None without such a list; or what `get_reward` returned.
     copy: bytes = b""  # The environment as a pickle, where reward functions want it.
 
 
@@ -113,8 +113,7 @@ class Host:
             shown = one_line(text_of(value, repr), 100)
             raise EnvironmentFault(f"reset returned {shown} ({type(value).__name__}), neither text nor None")
         self.rewards_read = 0
-        self.new_rewards()
-        return Reply(text=(value or "")[:MOST_TEXT], done=self.is_done())
+        return Reply(text=(value or "")[:MOST_TEXT], reward=self.new_rewards())
 
     def call(self, name: str, arguments: dict[str, object]) -> Reply:
         """Calls a tool. What it raises is its result, as in TRL: the model reads it."""

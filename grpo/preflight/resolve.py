@@ -110,7 +110,7 @@ def read_environment(settings: Settings, problems: Problems) -> Description | No
     try:
         return describe_environment(settings.ENVIRONMENT, settings.ENV_TIMEOUT)
     except InputError as error:
-        fix = "Name a class as module:Class, in TRL's form (docs/episodes.md)"
+        fix = "Name a class as module:Class, in TRL's form (docs/environments.md)"
         problems.add(f"ENVIRONMENT={settings.ENVIRONMENT}", str(error), fix)
         return None
 

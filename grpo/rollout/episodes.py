@@ -44,7 +44,8 @@ class Play:
     learned: list[int] = field(default_factory=list)
     logps: list[float | None] | None = field(default_factory=list)  # None where the sampler knows none
     turns: list[int] = field(default_factory=list)
-    rewards: list[float | None] = field(default_factory=list)  # of each turn's call
+    rewards: list[float] = field(default_factory=list)  # of each turn's call
+    has_step_rewards: bool = False
     author: str = ""  # who answers the call that runs
     end: str = ""
     counts: dict[str, int] = field(default_factory=lambda: {"calls": 0, "unread": 0, "errors": 0})
@@ -66,7 +67,7 @@ class Play:
             prompt_ids=self.prompt_ids,
             learned=self.learned,
             turns=self.turns,
-            turn_rewards=[value or 0.0 for value in self.rewards] if any(v is not None for v in self.rewards) else None,
+            turn_rewards=self.rewards if self.has_step_rewards else None,
             reward=reward,
             end=self.end,
             fault=fault,
@@ -185,11 +186,12 @@ class Stage:
         if reply.failed:
             self.lose(play, reply.failed)
         elif play.request == "reset":
+            play.has_step_rewards = reply.reward is not None
             self.begin(play, reply.text)
             self.ready.append(play)
         elif play.request == "call":
             play.counts["errors"] += reply.is_error
-            play.rewards[-1] = reply.reward
+            play.rewards[-1] = reply.reward or 0.0
             self.go_on(play, reply.text, reply.done)
         else:
             self.player.pool.give_back(play.environment)
@@ -209,7 +211,7 @@ class Stage:
     def take_turn(self, play: Play, sample: Sample) -> None:
         """Adds a turn, and runs its call or ends the episode."""
         play.turns.append(len(play.ids))
-        play.rewards.append(None)
+        play.rewards.append(0.0)
         play.extend(sample.ids, sample.logps, 1)
         if not self.player.ends.has_ended(sample):
             return self.finish(play, "length" if len(play.ids) >= self.most else "turn_len")

@@ -154,8 +154,8 @@ class Settings:
     MAX_COMPLETION_LEN: int = setting("Rollouts", 4000, "tokens", tiny=12, low=1, text=
         "Longest completion; one that reaches it counts as truncated.")
     ENVIRONMENT: str = setting("Rollouts", "", text=
-        "Class whose public methods are tools, `module:Class` in TRL's form (docs/episodes.md); each row is an episode "
-        "of several turns. Empty: a row is one answer.")
+        "Class whose public methods are tools, `module:Class` in TRL's form (docs/environments.md); each row is an "
+        "episode of several turns. Empty: a row is one answer.")
     MAX_TURNS: int = setting("Rollouts", 32, "turns", low=1, high=10_000, text=
         "Most turns of an episode; one that reaches it counts as truncated.")
     MAX_TURN_LEN: int = setting("Rollouts", 0, "tokens", low=0, text=

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, reflow
 from grpo.figures.text import markdown_table
-from grpo.output.logs import COMPLETIONS, METRICS
+from grpo.output.logs import COMPLETIONS, EPISODE_COLUMNS, EPISODE_METRICS, METRICS
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan, PlanInputs, plan_memory
@@ -109,6 +109,8 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "docs/metrics.md": {
         "metrics.csv": functools.partial(columns_table, METRICS),
         "completions.csv": functools.partial(columns_table, COMPLETIONS),
+        "metrics.csv of episodes": functools.partial(columns_table, EPISODE_METRICS),
+        "completions.csv of episodes": functools.partial(columns_table, EPISODE_COLUMNS),
     },
 }
 

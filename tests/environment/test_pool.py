@@ -2,9 +2,11 @@
 """Environments in processes of their own: what they return, and what becomes of those that misbehave."""
 
 import pickle
+import re
 import time
 
 import pytest
+from helpers import ROOT
 from transformers.utils import get_json_schema
 from worlds import Sum
 
@@ -123,3 +125,18 @@ def test_what_an_environment_returns_is_checked(pool_of, name, request_, failure
     if name != "IntReset":
         ask(pool, environment, "reset", {})
     assert ask(pool, environment, *request_, timeout=0.3 if name == "Late" else None).failed.startswith(failure)
+
+
+def test_the_example_of_the_page_plays(pool_of, tmp_path, monkeypatch):
+    """The class in docs/environments.md, as a user copies it."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/environments.md").read_text(), re.M | re.S)
+    (tmp_path / "shop.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [tool["function"]["name"] for tool in describe_environment("shop:Shop", 20).tools] == ["search", "total_is"]
+    pool = EnvironmentPool("shop:Shop", 20.0)
+    environment = pool.take()
+    ask(pool, environment, "reset", {"total": "92.5", "prompt": "What do a desk and a desk lamp cost?"})
+    assert ask(pool, environment, "call", "search", {"word": "desk"}).text == "desk lamp: 12.5; desk: 80.0"
+    assert ask(pool, environment, "call", "total_is", {"price": 92.5}).done
+    assert ask(pool, environment, "finish", False).reward == 1.0
+    pool.close()
