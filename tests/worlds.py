@@ -131,5 +131,38 @@ class Tally:
         return -abs(self.target - self.total) / 10
 
 
+class Paid(Tally):
+    """Each call is paid too."""
+
+    def reset(self, target=0, **columns):
+        self.step_rewards = []
+        return super().reset(target)
+
+    def add(self, number: int) -> str:
+        """Adds a number.
+
+        Args:
+            number: What is added.
+        """
+        text = super().add(number)
+        self.step_rewards.append(number / 10)
+        return text
+
+
 def few_digits(completions, environments, **columns):
     return [float(environment.total < 10) for environment in environments]
+
+
+class Unpaid:
+    """It has no reward."""
+
+    def reset(self, **columns):
+        pass
+
+    def look(self) -> str:
+        """Looks."""
+        return "nothing"
+
+
+def fails(completions, **columns):
+    raise KeyError("level")

@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection
+import types
+from collections.abc import Collection, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -59,9 +60,22 @@ def spawn(method: str, name: str) -> Environment:
     context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, name), daemon=True, name=f"environment {name}")  # type: ignore[attr-defined]
-    process.start()
+    with without_main():
+        process.start()
     theirs.close()
     return Environment(process, ours)
+
+
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """Inside the block new processes do not import the program that runs, as those of multiprocessing do: they need
+    nothing of it, and it may import torch."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def describe_environment(name: str, timeout: float) -> Description:
@@ -99,7 +113,7 @@ class EnvironmentPool:
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)
         # `describe_environment` has imported the module already: it neither fails nor hangs here.
-        multiprocessing.set_forkserver_preload(["__main__", serve.__module__, self.name.partition(":")[0]])
+        multiprocessing.set_forkserver_preload([serve.__module__, self.name.partition(":")[0]])
         environment = spawn("forkserver", self.name)
         self.all.add(environment)
         return environment

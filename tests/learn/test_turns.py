@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning from episodes: against TRL's own trainer in the same environment, and against sums over all episodes."""
 
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,15 +9,18 @@ import pytest
 import torch
 import trl
 from expert_models import load
+from ranked import in_ranks
 from scripted import FINAL, TOKENIZER, GroupScript
 from trainers import apart, gradient_of, make, plain_float32, seed_weights
+from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import gptoss_template
 from worlds import Tally, few_digits
 
 from grpo.data.files import Row
-from grpo.environment.pool import describe_environment
+from grpo.environment.worker import Description
 from grpo.learn.distributed import adapter_parameters
+from grpo.learn.shared_rollout import load_rollout, part_of_rollout, save_rollout
 from grpo.learn.step import group_advantages, returns_to_go, spread_over_turns, to_tensors, turn_advantages
 from grpo.model.load import load_tokenizer
 from grpo.process.ranks import Ranks
@@ -62,16 +66,19 @@ def rows():
     ]
 
 
-def our_step(tiny, folder, monkeypatch, **changes):
+def our_step(tiny, folder, monkeypatch, ranks=None, world="Tally", **changes):
+    """A trainer, and its rollout of eight scripted episodes."""
+    changes = {"PROMPTS_PER_STEP": 2, "REWARDS": "environment,worlds:few_digits=0.5"} | changes
     trainer = plain_float32(make(
-        tiny, folder, rows=rows(), PROMPTS_PER_STEP=2, NUM_GENERATIONS=4, MAX_COMPLETION_LEN=LIMIT, PROMPT_DATE=DATE,
-        MAX_PROMPT_LEN=2000, ENVIRONMENT="worlds:Tally", REWARDS="environment,worlds:few_digits=0.5", MICRO_BATCH=8,
+        tiny, folder, ranks, rows(), NUM_GENERATIONS=4, MAX_COMPLETION_LEN=LIMIT, PROMPT_DATE=DATE,
+        MAX_PROMPT_LEN=2000, ENVIRONMENT=f"worlds:{world}", MICRO_BATCH=8,
         REASONING_EFFORT="medium", **changes,
     ))  # fmt: skip
     seed_weights(trainer.model)
     resolved = trainer.run.resolved
-    resolved.environment, resolved.files = describe_environment("worlds:Tally", 20), SimpleNamespace(template=TEMPLATE)
-    sampler = RankedSampler(GroupScript(SCRIPTS), Ranks())
+    tools = [get_json_schema(Tally().add)]
+    resolved.environment, resolved.files = Description("Tally", tools, True), SimpleNamespace(template=TEMPLATE)
+    sampler = RankedSampler(GroupScript(SCRIPTS), ranks or Ranks())
     monkeypatch.setattr("grpo.learn.trainer.make_sampler", lambda *arguments: sampler)
     trainer.model.train()
     try:
@@ -229,3 +236,44 @@ def test_the_gradient_is_that_of_the_expected_return(tiny, tmp_path):
     trainer.learn(trainer.model, batch)
     assert apart(-gradient_of(trainer).double() * 6 * 20, exact) < 1e-5
     assert batch["num_items_in_batch"] == 10
+
+
+def on_rank(ranks, tiny, folder):
+    """The rollout and gradient of one of several processes, each with environments of its own."""
+    if ranks.size > 1:
+        forkserver._forkserver.__init__()  # The test process's own is not this fork's child.
+    folder = folder / str(ranks.rank)
+    folder.mkdir()
+    trainer, step = our_step(tiny, folder, pytest.MonkeyPatch(), ranks, GRADIENT_CHECKPOINTING=False)
+    trainer.learn(trainer.model, step.batch)
+    values = {name: values.tolist() for name, values in step.batch.items()}
+    return values, step.metrics, gradient_of(trainer).tolist()
+
+
+@pytest.mark.numeric
+def test_two_processes_play_and_learn_as_one_does(tiny, tmp_path):
+    (tmp_path / "alone").mkdir()
+    batch, metrics, gradient = on_rank(Ranks(), tiny, tmp_path / "alone")
+    for theirs, their_metrics, their_gradient in in_ranks(2, on_rank, tiny, tmp_path):
+        assert theirs == batch and their_metrics == metrics
+        assert torch.tensor(their_gradient).allclose(torch.tensor(gradient), rtol=1e-4, atol=1e-7)
+
+
+def test_a_rollout_of_turns_is_shared_and_kept(tiny, tmp_path, monkeypatch):
+    """Two steps learn from halves of it, also after a checkpoint: advantages by turn, and masks, go with their rows."""
+    steps = {"STEPS_PER_GENERATION": 2, "PROMPTS_PER_STEP": 1, "REWARDS": "environment"}
+    trainer, rollout = our_step(tiny, tmp_path, monkeypatch, world="Paid", **steps)
+    assert (
+        rollout.batch["advantages"].shape == rollout.batch["completion_ids"].shape == rollout.batch["tool_mask"].shape
+    )
+    save_rollout(rollout, tmp_path / "rollout.pt")
+    kept = load_rollout(tmp_path / "rollout.pt", torch.device("cpu"))
+    gradients = []
+    for source in (rollout, kept):
+        trainer.model.zero_grad()
+        for n in (0, 1):
+            part = part_of_rollout(source, n, 2)
+            assert (part[0]["tool_mask"] == rollout.batch["tool_mask"][4 * n : 4 * n + 4]).all()
+            trainer.learn(trainer.model, *part)
+        gradients.append(gradient_of(trainer))
+    assert torch.equal(*gradients) and gradients[0].norm() > 0
