@@ -112,7 +112,7 @@ class TextReward(Sum):
 class Tally:
     """TRL's contract alone: numbers are added, and what comes closest to the target is best."""
 
-    def reset(self, target=0, **columns):
+    def reset(self, prompt, target):
         self.target, self.total = int(target), 0
         return f" Reach {target}."
 
@@ -134,9 +134,9 @@ class Tally:
 class Paid(Tally):
     """Each call is paid too."""
 
-    def reset(self, target=0, **columns):
+    def reset(self, prompt, target):
         self.step_rewards = []
-        return super().reset(target)
+        return super().reset(prompt, target)
 
     def add(self, number: int) -> str:
         """Adds a number.

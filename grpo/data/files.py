@@ -65,6 +65,11 @@ class Row:
     def id(self) -> str:
         return f"{label(self.file)}:{self.number}"
 
+    @property
+    def reset_arguments(self) -> dict[str, object]:
+        """What an environment's `reset` gets: all columns, and the prompt as TRL passes it."""
+        return {**self.columns, "prompt": self.trl_prompt}
+
 
 def label(file: str) -> str:
     """The name of a file or data set in logs: a file's name without folders and ending, or a data set's org/name."""

@@ -40,7 +40,7 @@ from grpo.output.layout import BEST
 from grpo.output.logs import EVALUATED, TRL_FIGURES, Cell, RunLog, tracker_figures
 from grpo.phases import LINE_S, Phase
 from grpo.reward.calling import Reward, RewardError
-from grpo.rollout.episodes import EpisodePlayer
+from grpo.rollout.episodes import EpisodePlayer, check_played
 from grpo.rollout.parity import MismatchGrown
 from grpo.rollout.sampler import EndTokens, RankedSampler, Sample, Sampling, rollout_sampling
 
@@ -148,8 +148,10 @@ class Trainer(Learner):
         return self.timed_rollout(lambda sampling, group: self.sampler.sample(prompts, group, sampling))
 
     def play(self, rows: Sequence[Row]) -> list[Sample]:
-        """Like `sample`, an episode of each row in ENVIRONMENT."""
-        return self.timed_rollout(lambda sampling, group: self.sampler.play(self.player, rows, group, sampling))
+        """Like `sample`, an episode of each row in ENVIRONMENT. Raises RewardError if no episode can be scored."""
+        samples = self.timed_rollout(lambda sampling, group: self.sampler.play(self.player, rows, group, sampling))
+        check_played(samples, self.run.settings.ENVIRONMENT)
+        return samples
 
     def timed_rollout(self, draw: Callable[[Sampling, int], list[Sample]]) -> list[Sample]:
         """The samples that `draw` returns, given how to draw them and the size of a group."""

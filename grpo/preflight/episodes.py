@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo.common import Problems, log
-from grpo.data.files import Row, column_names, reward_columns
+from grpo.data.files import Row, column_names
 from grpo.environment.pool import Environment, EnvironmentPool
 from grpo.environment.worker import Description, Reply
 from grpo.harmony import answer_turn
@@ -55,7 +55,7 @@ def try_episode(settings: Settings, description: Description, row: Row, wants_co
 
     with contextlib.closing(pool):
         environment, started = pool.take(), time.monotonic()
-        ask(environment, "reset", {**reward_columns(row), "prompt": row.trl_prompt})
+        ask(environment, "reset", row.reset_arguments)
         rewards, errors = [], 0
         for tool in description.tools[: settings.MAX_TURNS]:
             reply = ask(environment, "call", tool["function"]["name"], made_up_arguments(tool))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from grpo.data.files import Row, reward_columns
+from grpo.data.files import Row
 from grpo.data.prepare import Tools, episode_prompt
 from grpo.environment.calls import Call, error_text, read_call, result_parts, special_ids, without_tokens
 from grpo.environment.pool import TIMED_OUT, Environment, EnvironmentPool
@@ -100,18 +100,14 @@ class EpisodePlayer:
         self.special = special_ids(lambda token: tokenizer.get_vocab().get(token))
 
     def play(self, rows: Sequence[Row], sampling: Sampling) -> list[Sample]:
-        """The sample of each row, in order, whose `episode` is set. Raises RewardError if no episode has an end that
-        can be scored."""
+        """The sample of each row, in order, whose `episode` is set. Raises RewardError if a reset makes a prompt too
+        long."""
         samples: dict[int, Sample] = {}
         session_in_turns = self.sampler.session(replace(sampling, in_turns=True))
         with Phase("episodes", "episode", len(rows), LINE_S) as phase, session_in_turns as session:
             for number, sample in Stage(self, session, sampling, rows).samples():
                 samples[number] = sample
                 phase.done += 1
-        episodes = [sample.episode for sample in samples.values() if sample.episode]
-        if episodes and all(episode.has_failed for episode in episodes):
-            fault = episodes[-1].fault
-            raise RewardError(f"ENVIRONMENT={self.settings.ENVIRONMENT}: every episode of this step failed: {fault}")
         return [samples[number] for number in range(len(rows))]
 
     def encode(self, text: str) -> list[int]:
@@ -134,6 +130,13 @@ class EpisodePlayer:
         return [*self.encode(before), *content, *self.encode(behind)]
 
 
+def check_played(samples: Sequence[Sample], name: str) -> None:
+    """Raises RewardError if every episode in the environment `name` failed: there is nothing to learn from."""
+    episodes = [sample.episode for sample in samples if sample.episode]
+    if episodes and all(episode.has_failed for episode in episodes):
+        raise RewardError(f"ENVIRONMENT={name}: every episode of this step failed: {episodes[-1].fault}")
+
+
 class Stage:
     """The episodes of one `play`: those that wait for their environment, for the next batch, and for their sample."""
 
@@ -153,7 +156,7 @@ class Stage:
             while len(self.asked) + len(self.ready) + len(self.submitted) < self.player.at_once:
                 if (following := next(self.rows, None)) is None:
                     break
-                self.ask(Play(*following, pool.take()), "reset", self.columns(following[1]))
+                self.ask(Play(*following, pool.take()), "reset", following[1].reset_arguments)
             if not (self.asked or self.ready or self.submitted):
                 return
             # A batch waits for all environments; an engine's step for none, unless it has nothing else to do.
@@ -169,10 +172,6 @@ class Stage:
                     self.take_turn(self.submitted.pop(number), sample)
             yield from self.finished
             self.finished.clear()
-
-    def columns(self, row: Row) -> dict[str, object]:
-        """The arguments of `reset`: all columns of the row, and its prompt, as TRL passes them."""
-        return {**reward_columns(row), "prompt": row.trl_prompt}
 
     def ask(self, play: Play, method: str, *arguments: object) -> None:
         """Asks the episode's environment; `hear` gets its answer."""
@@ -249,7 +248,7 @@ class Stage:
             play.resets += 1
             if play.resets < 2:
                 play.environment = self.player.pool.take()
-                return self.ask(play, "reset", self.columns(play.row))
+                return self.ask(play, "reset", play.row.reset_arguments)
             self.begin(play, "")
             play.extend([self.player.ends.padding], None, 0)  # A row of no token at all cannot be packed.
         play.end = "reset" if play.request == "reset" else "timeout" if fault == TIMED_OUT else "failed"

@@ -11,7 +11,7 @@ from grpo.data.files import Row
 from grpo.environment.pool import EnvironmentPool
 from grpo.harmony import ASSISTANT
 from grpo.reward.calling import RewardError
-from grpo.rollout.episodes import EpisodePlayer
+from grpo.rollout.episodes import EpisodePlayer, check_played
 from grpo.rollout.sampler import EndTokens, Sampling
 from grpo.settings.table import Settings
 
@@ -131,9 +131,11 @@ def test_reward_functions_get_a_copy(play):
 
 
 def test_a_run_ends_only_where_no_episode_can_be_scored(play):
+    samples, _ = play({"Add.": [FINAL]}, world="IntReset")
     with pytest.raises(RewardError, match="every episode of this step failed: reset: reset returned 3"):
-        play({"Add.": [FINAL]}, world="IntReset")
+        check_played(samples, "worlds:IntReset")
     samples, _ = play({"Reach 0.": [FINAL], "Reach 1.": [call("{}", "leave")]})
+    check_played(samples, "worlds:Rough")
     assert samples[1].episode.fault == "call: its process ended"
 
 
