@@ -47,6 +47,16 @@ def test_rewards_sum_to_the_cost_against_the_optimum():
         assert sum(day.step_rewards) == pytest.approx(gap, abs=1e-6) and gap < -1
 
 
+def test_an_hour_that_nobody_decides_is_not_free():
+    """Else the best answer to a day would be none."""
+    off, _ = played(ROWS[0], lambda day: 0)
+    day = Day()
+    day.reset(**ROWS[0])
+    day.run(0)
+    assert day.get_reward() == pytest.approx(sum(off.step_rewards[1:])) and day.get_reward() == 0 and day.done
+    assert off.get_reward() == 0 and sum(off.step_rewards) < -1000
+
+
 def test_each_hour_begins_with_what_the_last_one_left():
     row = ROWS[0] | {"load": [90.0] * 10, "stored": START_KWH}
     day, texts = played(row, lambda day: 0)

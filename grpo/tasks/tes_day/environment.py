@@ -27,7 +27,8 @@ class Day:
     """The plant of docs/plant.md over the decision hours of one day.
 
     `step_rewards` are minus the cost of each hour's decision against the best one in its state [kg CO2], so their sum
-    is minus the day's cost against the optimum: the performance difference lemma, as in `rewards.regret`."""
+    is minus the day's cost against the optimum: the performance difference lemma, as in `rewards.regret`. Hours that
+    are left undecided run at level 0, and `get_reward` charges them: not to decide must not be free."""
 
     def __init__(self) -> None:
         self.step_rewards: list[float] = []
@@ -70,15 +71,22 @@ class Day:
         """
         if level not in range(len(PLANT.ratios)):
             raise ValueError(f"level is a whole number from 0 to {len(PLANT.ratios) - 1}")
+        reward, unserved = self._decide(level)
+        self.step_rewards.append(reward)
+        text = "The day is over." if self.done else self._state()
+        return f"{text} {unserved:.0f} kWh of the load were not served." if unserved else text
+
+    def get_reward(self) -> float:
+        """The reward of the hours that no call has decided."""
+        return sum(self._decide(0)[0] for _ in range(self.hour, len(HOURS)))
+
+    def _decide(self, level: int) -> tuple[float, float]:
+        """Runs this hour. Returns its reward and the load that was not served [kWh]."""
         values = q_values(self.solution, self.hour, self.stored)
-        self.step_rewards.append(float(values[level] - values.max()) * PLANT.cost_scale)
         after = step(self.stored, level, self.load[self.hour], self.co2[self.hour])
         self.stored, self.hour = float(after.energy_kwh), self.hour + 1
         self.done = self.hour == len(HOURS)
-        unserved = (
-            f" {float(after.unserved_kwh):.0f} kWh of the load were not served." if after.unserved_kwh > 0 else ""
-        )
-        return f"The day is over.{unserved}" if self.done else f"{self._state()}{unserved}"
+        return float(values[level] - values.max()) * PLANT.cost_scale, float(after.unserved_kwh)
 
 
 def numbers(values: Hours) -> np.ndarray:
