@@ -92,9 +92,8 @@ def frame(folder: Path) -> tuple[list[str], bool]:
         lines.append(f"length      {last['tokens_mean']:,.0f} tokens, longest {last['tokens_max']:,.0f}")
     if isinstance(last["ends"], str):
         turns, calls, seconds = (last[name] for name in ("turns_mean", "calls_mean", "tool_s_mean"))
-        lines.append(
-            f"episodes    {turns:.1f} turns, {calls:.1f} calls, environment {seconds:.2f} s, ends {last['ends']}"
-        )
+        lines.append(f"episodes    {turns:.1f} turns, {calls:.1f} calls, environment {seconds:.2f} s")
+        lines.append(f"ends        {last['ends']}")
     if not math.isnan(last["gpu_peak_gib"]):
         lines.append(f"GPU         {last['gpu_peak_gib']:.1f} GiB")
     return [*lines, *news], status == DONE

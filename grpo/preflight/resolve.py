@@ -252,7 +252,7 @@ def resolve(facts: Facts, problems: Problems) -> ResolvedRun:
         "EXPECTED_REWARD": choices.choose_expected_reward(asked, rows, by_action),
         "EPSILON_HIGH": choices.choose_epsilon_high(asked),
         "ATTN_IMPL": attention,
-        "PACKING": choices.choose_packing(asked.PACKING, attention.value, machine.gpus),
+        "PACKING": choices.choose_packing(asked.PACKING, attention.value, machine.gpus, asked.ENVIRONMENT),
         "USE_VLLM": use_vllm,
         "ROLLOUT_SYNC": choices.choose_sync(asked),
     }

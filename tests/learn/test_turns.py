@@ -277,3 +277,20 @@ def test_a_rollout_of_turns_is_shared_and_kept(tiny, tmp_path, monkeypatch):
             trainer.learn(trainer.model, *part)
         gradients.append(gradient_of(trainer))
     assert torch.equal(*gradients) and gradients[0].norm() > 0
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask", "none"])
+def test_log_probs_of_results_change_nothing(tiny, tmp_path, monkeypatch, correction):
+    """Neither in the importance correction nor in the ratios of steps that share a rollout: nobody sampled these."""
+    trainer, step = our_step(tiny, tmp_path, monkeypatch, IS_CORRECTION=correction, NUM_ITERATIONS=2)
+    sampled, results = step.batch["old_per_token_logps"] + 0.1, step.batch["tool_mask"] == 0
+    gradients = []
+    for value in (0.0, -7.0):
+        logps = sampled.masked_fill(results, value)
+        trainer.model.zero_grad()
+        trainer.learn(
+            trainer.model, step.batch | dict.fromkeys(("sampling_per_token_logps", "old_per_token_logps"), logps)
+        )
+        gradients.append(gradient_of(trainer))
+    assert results.any() and gradients[0].norm() > 0 and torch.equal(*gradients)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run with ENVIRONMENT as a user starts it: its logs, and that it goes on in the middle of a rollout."""
 
+import csv
+import io
 import json
 import signal
 
 import pytest
-from helpers import read_csv, run_script
+from helpers import ROOT, read_csv, run_python, run_script
 from runs import assert_same_run, environment, finish, go_on, has_line, start_held, wait_until
 
 from grpo.output.checkpoints import ROLLOUT
@@ -39,5 +41,13 @@ def test_a_run_goes_on_in_the_middle_of_a_rollout(tmp_path, settings):
     assert list(completions[0])[-len(EPISODE_COLUMNS) :] == list(EPISODE_COLUMNS)
     assert json.loads(metrics[0]["ends"]) == {"answer": 12} and metrics[0]["turns_mean"] == "1"
     assert {row["end"] for row in completions} == {"answer"} and float(completions[0]["tool_s"]) > 0
+    assert 'ends        {"answer": 12}' in run_python(ROOT / "scripts/watch.py", whole).stdout
+    asked = run_python(ROOT / "scripts/ask.py", whole, "--csv", settings["DATA"], PYTHONPATH=ROOT / "tests")
+    rows = list(csv.DictReader(io.StringIO(asked.stdout)))
+    assert [(row["target"], row["end"], row["reward"]) for row in rows[:2]] == [
+        ("0", "answer", "0.0"),
+        ("1", "answer", "-0.1"),
+    ]
+    assert all(row["completion"].startswith("<|start|>assistant<|channel|>final") for row in rows)
     report = (whole / "report.html").read_text()
     assert "An episode of the first step" in report and "end: answer" in report
