@@ -166,3 +166,13 @@ class Unpaid:
 
 def fails(completions, **columns):
     raise KeyError("level")
+
+
+class Flaky(Sum):
+    """Its first process ends in its first reset."""
+
+    def reset(self, target, marker, **columns):
+        if not os.path.exists(marker):
+            open(marker, "w").close()
+            os._exit(1)
+        return super().reset(target)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import trl
 from expert_models import load
+from helpers import read_csv
 from ranked import in_ranks
 from scripted import FINAL, TOKENIZER, GroupScript
 from trainers import apart, gradient_of, make, plain_float32, seed_weights
@@ -143,6 +144,10 @@ def test_a_step_of_episodes_is_trls(tiny, tmp_path, monkeypatch, masked):
     assert step.metrics.keys() <= figures.keys()
     assert step.metrics == {name: pytest.approx(figures[name], rel=1e-5) for name in step.metrics}
     assert figures["tools/call_frequency"] * 8 == 10 and figures["tools/failure_frequency"] == pytest.approx(0.1)
+    logged = read_csv(tmp_path / "ours" / "completions.csv")
+    assert [row["truncated"] for row in logged] == ["0"] * 6 + ["1", "0"] and logged[6]["end"] == "length"
+    if not masked:
+        assert [int(row["tokens"]) for row in logged] == batch["tool_mask"].sum(1).tolist()
     loss = ours.learn(ours.model, step.batch)
     theirs.model = ours.model
     gradient = gradient_of(ours)
@@ -266,6 +271,13 @@ def test_a_rollout_of_turns_is_shared_and_kept(tiny, tmp_path, monkeypatch):
     assert (
         rollout.batch["advantages"].shape == rollout.batch["completion_ids"].shape == rollout.batch["tool_mask"].shape
     )
+    # The first prompt's episodes: calls are paid a tenth of the number, 60 raises, and the end what is missing of 6.
+    paid = [[0.0], [0.2, 0.0], [0.4, 0.1, 0.0], [0.0, 0.6, 0.0]]
+    to_go = returns_to_go(torch.tensor([-0.6, 0.2 - 0.4, 0.5 - 0.1, 0.6]), paid)
+    expected = turn_advantages(to_go, 4, "group")
+    for row, advantages, turns in zip(rollout.batch["advantages"], expected, paid, strict=False):
+        values = list(dict.fromkeys(row[row != 0].tolist()))
+        assert values == pytest.approx([value for value in advantages[: len(turns)].tolist() if value], abs=1e-5)
     save_rollout(rollout, tmp_path / "rollout.pt")
     kept = load_rollout(tmp_path / "rollout.pt", torch.device("cpu"))
     gradients = []

@@ -22,13 +22,13 @@ TEMPLATE = "{% if tools %}<|start|>user<|message|>{{ messages[-1].content }}<|en
 def play():
     pools = []
 
-    def run(scripts, world="Rough", stepwise=False, at_once=8, wants_copy=False, timeout=20, **settings):
+    def run(scripts, world="Rough", stepwise=False, at_once=8, wants_copy=False, timeout=20, columns=(), **settings):
         """The samples of a row for each script: row n has the target n."""
         pools.append(EnvironmentPool(f"worlds:{world}", timeout))
         for count, text in enumerate(scripts):
             assert f"Reach {count}." in text or world != "Rough"
         s = Settings(**{"MAX_COMPLETION_LEN": 600, "ENVIRONMENT": f"worlds:{world}"} | settings)
-        rows = [Row("t.csv", n, (("user", "Add."),), (), {"target": n}) for n in range(len(scripts))]
+        rows = [Row("t.csv", n, (("user", "Add."),), (), {"target": n, **dict(columns)}) for n in range(len(scripts))]
         model = Script(scripts, stepwise)
         tools = [{"function": {"name": name}} for name in ("add", "wait", "leave", "fail", "fork", "stop")]
         ends = EndTokens(STOPS, TOKENIZER.pad_token_id)
@@ -144,3 +144,8 @@ def test_a_prompt_that_the_reset_made_too_long_is_named(play):
         RewardError, match=r"t.csv, row 0, has \d+ tokens with the text of its reset, MAX_PROMPT_LEN is 9"
     ):
         play({"Reach 0.": [FINAL]}, MAX_PROMPT_LEN=9)
+
+
+def test_a_reset_is_tried_a_second_time(play, tmp_path):
+    (sample,), _ = play({"Reach 0.": [FINAL]}, world="Flaky", columns={"marker": str(tmp_path / "marker")})
+    assert sample.episode.end == "answer" and (tmp_path / "marker").exists()
