@@ -11,6 +11,7 @@ from grpo.data.files import Row
 from grpo.environment.pool import EnvironmentPool
 from grpo.harmony import ASSISTANT
 from grpo.reward.calling import RewardError
+from grpo.reward.scoring import read_completions
 from grpo.rollout.episodes import EpisodePlayer, check_played
 from grpo.rollout.sampler import EndTokens, Sampling
 from grpo.settings.table import Settings
@@ -104,6 +105,9 @@ def test_every_end_is_named(play, name):
     assert (episode.end, episode.calls, episode.unread, episode.errors) == (end, calls, unread, errors)
     assert len(sample.ids) == len(sample.logps) == len(episode.learned) <= settings.get("MAX_COMPLETION_LEN", 600)
     assert EndTokens(STOPS, 0).has_ended(sample) == (end not in ("turns", "turn_len", "length"))
+    row = Row("t.csv", 1, (("user", "Add."),), (), {}, episode.prompt)
+    (completion,) = read_completions(TOKENIZER, STOPS, [row], [sample.ids], [episode])
+    assert completion.truncated == (end in ("turns", "turn_len", "length")) and completion.tokens == sample.written
     assert episode.learned[-1] == 1, "an episode ends in what the model wrote"
     assert bool(episode.fault) == episode.has_failed == (episode.total() is None)
     assert samples[0].episode.end == "answer"
