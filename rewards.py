@@ -8,6 +8,7 @@ weight:
     REWARDS=action,format=0.1               # plus a tenth of a point for an answer that is exactly `[k]`
     REWARDS=gsm8k                           # 1 where the number behind #### is that of the column `answer`
     REWARDS=gsm8k_strict                    # the same, only where the answer says `#### 42`
+    REWARDS=environment                     # what the ENVIRONMENT of an episode gives
     REWARDS=my_rewards:near                 # my_rewards.py in the current folder, function `near`
 
 A reward function takes lists with one entry per completion, by keyword, and returns a number for each. Every column of
@@ -207,11 +208,47 @@ def _number_scores(
     return scores
 
 
+def environment(
+    completions: Sequence[str],
+    *,
+    episodes: Sequence[Any] | None = None,
+    prompts: Sequence[Any] = (),
+    invalid_reward: float | None = None,
+    **columns: Column,
+) -> list[float | None]:
+    """What the environment of each episode gave: its `get_reward` and the sum of its `step_rewards`.
+
+    An environment that hangs or crashes gives nothing. A call of the model may have done that, so it earns what the
+    worst episode of the same prompt earned, or `invalid_reward`; None where no episode of the prompt has a reward, and
+    where the environment could not be reset, to which the model contributed nothing.
+
+    >>> from types import SimpleNamespace
+    >>> ends = {"done": 1.0, "answer": 0.2, "timeout": None, "reset": None}
+    >>> episodes = [SimpleNamespace(end=end, total=lambda value=value: value) for end, value in ends.items()]
+    >>> environment([""] * 4, episodes=episodes, prompts=["one"] * 4)
+    [1.0, 0.2, 0.2, None]
+    >>> environment([""] * 4, episodes=episodes, prompts=["one"] * 4, invalid_reward=-1.0)
+    [1.0, 0.2, -1.0, None]
+    """
+    if episodes is None:
+        raise ValueError("there is no episode: set ENVIRONMENT")
+    totals = [episode.total() for episode in episodes]
+    rewards: list[float | None] = []
+    for episode, prompt, earned in zip(episodes, prompts, totals, strict=True):
+        if earned is None and episode.end != "reset":
+            peers = [
+                total for total, other in zip(totals, prompts, strict=True) if other == prompt and total is not None
+            ]
+            earned = min(peers, default=None) if invalid_reward is None else invalid_reward
+        rewards.append(earned)
+    return rewards
+
+
 # ACTION_REWARDS score the answered action, and take INVALID_REWARD for completions without one.
-Reward = Callable[..., list[float]]
+Reward = Callable[..., list[float] | list[float | None]]
 ACTION_REWARDS: dict[str, Reward] = {score.__name__: score for score in (action, best, regret, cost)}
 REWARD_FUNCTIONS: dict[str, Reward] = ACTION_REWARDS | {
-    score.__name__: score for score in (format, gsm8k, gsm8k_strict)
+    score.__name__: score for score in (format, gsm8k, gsm8k_strict, environment)
 }
 
 

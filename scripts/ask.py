@@ -8,6 +8,7 @@
     python scripts/ask.py --model merged "What now?"   # a model without an adapter, as of export.py
 
 The adapter is a run's folder (its last step), its best/, a checkpoint, or any LoRA of PEFT.
+With a run's ENVIRONMENT each prompt is an episode, and a CSV's columns go to its reset.
 Prompts are rendered as the run rendered them; a CSV is read as DATA is (docs/data.md), rewards
 are not needed. transformers generates: on a GPU, or for tiny.
 Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(printable(answers[0]["completion"]))
         if "action" in answers[0]:
             print(f"action: {answers[0]['action']}")
+        if "end" in answers[0]:
+            print(f"end: {answers[0]['end']}, reward: {answers[0]['reward']}")
     return 0
 
 

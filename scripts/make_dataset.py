@@ -19,6 +19,7 @@ from grpo.common import InputError, in_range
 from grpo.process.ending import run_script
 from grpo.tasks.tes import dataset
 from grpo.tasks.tes.profiles import cut_windows
+from grpo.tasks.tes_day.environment import day_files
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -53,7 +54,7 @@ def make(args: argparse.Namespace) -> dict[str, str]:
     """The text of each file, by its name."""
     prompts = ("full", "compact") if args.prompt == "both" else (args.prompt,)
     if not args.profile:
-        return dict(dataset.synthetic_files(args.seed, prompts))
+        return dict([*dataset.synthetic_files(args.seed, prompts), *day_files(args.seed)])
     profiles = dataset.read_profiles(map(Path, args.profile))
     for path, profile in profiles.items():
         cut = cut_windows(profile)

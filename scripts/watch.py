@@ -106,6 +106,10 @@ def frame(folder: Path) -> tuple[list[str], bool]:
     if not math.isnan(last["tokens_mean"]):  # Nothing is generated with DIRECT_ANSWERS.
         lines.append(f"parse rate  {last['parse_rate']:.2f}, clipped {last['clipped_ratio']:.2f}")
         lines.append(f"length      {last['tokens_mean']:,.0f} tokens, longest {last['tokens_max']:,.0f}")
+    if isinstance(last["ends"], str):
+        turns, calls, seconds = (last[name] for name in ("turns_mean", "calls_mean", "tool_s_mean"))
+        lines.append(f"episodes    {turns:.1f} turns, {calls:.1f} calls, environment {seconds:.2f} s")
+        lines.append(f"ends        {last['ends']}")
     if not math.isnan(last["gpu_peak_gib"]):
         lines.append(f"GPU         {last['gpu_peak_gib']:.1f} GiB")
     if status != DONE:

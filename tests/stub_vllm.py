@@ -11,6 +11,7 @@ It keeps of vLLM 0.26 (files of that version in brackets):
 Where vLLM hangs because it is asleep, or returns wrong text because its prefix cache is stale, the stub raises.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +81,9 @@ class StubLLM:
         self.loaded: dict[int, dict[str, tuple[Any, Any]]] = {}  # int id -> module -> (A, scaled B)
         self.active: dict[str, tuple[Any, Any]] = {}
         self.prefix_cache: dict[str | None, tuple[Any, ...]] = {}  # adapter's name -> weights that filled it
-        self.llm_engine = SimpleNamespace(add_lora=self.add_lora)
+        self.queue: list[tuple[str, Any, Any, Any]] = []  # (id, prompt, parameters, adapter) of `enqueue`
+        self.numbers = itertools.count()
+        self.llm_engine = SimpleNamespace(add_lora=self.add_lora, step=self.step)
         self.packed: dict[str, torch.nn.Parameter] = {}
         self._pack()
 
@@ -190,6 +193,22 @@ class StubLLM:
         with torch.no_grad():
             is_scored = sampling_params.prompt_logprobs is not None
             return [self._score(row) for row in rows] if is_scored else self._sample(rows, sampling_params)
+
+    def enqueue(self, prompts: Sequence[Any], sampling_params: Any, lora_request: Any = None, use_tqdm: Any = True):
+        """As in vLLM, the id that it returns has random characters behind the one that outputs have."""
+        self._called("enqueue")
+        new = [(str(next(self.numbers)), prompt, sampling_params, lora_request) for prompt in prompts]
+        self.queue += new
+        return [f"{number}-5f3a" for number, *_ in new]
+
+    def step(self) -> list[Any]:
+        """A step finishes the request that came last, so that others overtake it, and reports another as unfinished."""
+        if not self.queue:
+            return []
+        number, prompt, parameters, request = self.queue.pop()
+        (output,) = self.generate([prompt], parameters, lora_request=request)
+        unfinished = [SimpleNamespace(request_id=other, finished=False) for other, *_ in self.queue[:1]]
+        return [*unfinished, SimpleNamespace(request_id=number, finished=True, outputs=output.outputs)]
 
     def _report(self, values: torch.Tensor) -> list[float]:
         return (values.float() + self.shift).tolist()

@@ -43,7 +43,7 @@ def four_rows():
 def build(settings, tiny, folder, ranks=None, rows=None):
     """A trainer on the tiny model, over four rows by default, built as `train_grpo.train` builds it."""
     rows = rows or four_rows()
-    specs = reward_specs(choose_rewards(settings.REWARDS, rows).value)
+    specs = reward_specs(choose_rewards(settings.REWARDS, rows, settings.ENVIRONMENT).value)
     by_action = [n for n, (name, _) in enumerate(specs) if settings.EXPECTED_REWARD and is_by_action(name)]
     scale, high = choose_scale_rewards(settings.SCALE_REWARDS).value, choose_epsilon_high(settings).value
     settings = dataclasses.replace(settings, SCALE_REWARDS=scale, EPSILON_HIGH=high)
@@ -57,6 +57,8 @@ def build(settings, tiny, folder, ranks=None, rows=None):
         ranks=ranks or Ranks(),
         action_functions=tuple(by_action),
         closed_loop=SimulationPlan(),
+        reward_specs=specs,
+        environment=None,
     )
     trainer = Trainer(
         RunContext(resolved, StopRequest()),

@@ -31,11 +31,11 @@ from grpo.settings.table import MOST_REWARD
 
 REWARD_COLUMN = re.compile("reward_action_(0|[1-9][0-9]{0,5})")
 Q_COLUMN = re.compile("q_action_(0|[1-9][0-9]{0,5})")
-# Keyword arguments of reward functions: those that TRL passes or drops, and the three that docs/data.md adds. A column
+# Keyword arguments of reward functions: those that TRL passes or drops, and the four that docs/data.md adds. A column
 # with one of these names is passed as `csv_NAME`; every other column keeps its name.
 RESERVED_ARGUMENTS = {
     "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
-    "environments", "truncated", "raw_completions", "rendered_prompts",
+    "environments", "episodes", "truncated", "raw_completions", "rendered_prompts",
 }  # fmt: skip
 PROMPT_COLUMNS = ("prompt", "user", "question")
 FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
@@ -65,6 +65,11 @@ class Row:
     @property
     def id(self) -> str:
         return f"{label(self.file)}:{self.number}"
+
+    @property
+    def reset_arguments(self) -> dict[str, object]:
+        """What an environment's `reset` gets: all columns, and the prompt as TRL passes it."""
+        return {**self.columns, "prompt": self.trl_prompt}
 
 
 def label(file: str) -> str:

@@ -67,7 +67,7 @@ def split_rows(settings: Settings, problems: Problems, train_only: bool) -> Spli
     if not settings.EVAL_SAMPLES:
         return Split(rows, [], "EVAL_SAMPLES=0: all rows of DATA are training rows")
     if settings.EVAL_DATA is None:
-        split = hold_out(rows, settings.EVAL_SHARE)
+        split = hold_out(rows, settings.EVAL_SHARE, bool(settings.ENVIRONMENT))
         return replace(split, heldout=[]) if train_only else split
     reason = f"EVAL_DATA ({settings.EVAL_DATA}) is held out, DATA is trained on"
     if train_only:
@@ -76,9 +76,10 @@ def split_rows(settings: Settings, problems: Problems, train_only: bool) -> Spli
     return Split(rows, heldout, "; ".join([reason, *date_notes(heldout)]))
 
 
-def hold_out(rows: Sequence[Row], share: float) -> Split:
+def hold_out(rows: Sequence[Row], share: float, episodes: bool = False) -> Split:
     """Hold out whole days of rows that carry a date, and all rows with the same prompt of others: a model that trained
-    on an hour knows something about the next hour, and several rows may share a prompt.
+    on an hour knows something about the next hour, and several rows may share a prompt. With `episodes` the columns,
+    which an environment is reset with, are part of a prompt.
 
     Days or prompts are the groups. A group is held out if a hash of the day or prompt alone lies below `share`. So rows
     that are added hold out no group that was trained on, and train on no group that was held out: runs on the rows of
@@ -89,7 +90,7 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     MOST_HELD_OUT held-out rows are evaluated."""
     if not share:
         return Split(list(rows), [], "EVAL_SHARE=0: all rows of DATA are training rows")
-    keys = [group_of(row) for row in rows]
+    keys = [group_of(row, episodes) for row in rows]
     hashes = {key: int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest()[:8], "big") / 2**64 for key in keys}
     kinds = " and ".join(sorted({f"{kind}s" for kind, _ in hashes}))
     notes = date_notes(rows)
@@ -100,8 +101,8 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     groups_in_order = list(hashes)
     first = sorted(groups_in_order[:LEAST_GROUPS], key=hashes.__getitem__)[: max(1, round(share * LEAST_GROUPS))]
     chosen = {*first, *(key for key in groups_in_order[LEAST_GROUPS:] if hashes[key] < share)}
-    trained = {prompt_of(row) for row, key in zip(rows, keys, strict=True) if key not in chosen}
-    is_held = [key in chosen and prompt_of(row) not in trained for row, key in zip(rows, keys, strict=True)]
+    trained = {prompt_of(row, episodes) for row, key in zip(rows, keys, strict=True) if key not in chosen}
+    is_held = [key in chosen and prompt_of(row, episodes) not in trained for row, key in zip(rows, keys, strict=True)]
     train = [row for row, held in zip(rows, is_held, strict=True) if not held]
     unseen = [row for row, held in zip(rows, is_held, strict=True) if held]
     if not unseen:
@@ -119,10 +120,10 @@ def hold_out(rows: Sequence[Row], share: float) -> Split:
     return Split(train, heldout, "; ".join(reasons))
 
 
-def group_of(row: Row) -> tuple[str, str]:
+def group_of(row: Row, episodes: bool = False) -> tuple[str, str]:
     """The group with which a row is held out: ("day", its date), or ("prompt", its prompt) if it has no date."""
     date = date_of(row)
-    return ("day", date) if date else ("prompt", prompt_of(row))
+    return ("day", date) if date else ("prompt", prompt_of(row, episodes))
 
 
 def date_of(row: Row) -> str | None:
@@ -170,6 +171,8 @@ def date_notes(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def prompt_of(row: Row) -> str:
-    """A row's prompt as one text, without system messages: SYSTEM_PROMPT may have added one."""
-    return json.dumps([message for message in row.messages if message[0] not in INSTRUCTING])
+def prompt_of(row: Row, episodes: bool = False) -> str:
+    """A row's prompt as one text, without system messages: SYSTEM_PROMPT may have added one. With `episodes` it holds
+    the row's columns too."""
+    prompt = json.dumps([message for message in row.messages if message[0] not in INSTRUCTING])
+    return prompt + json.dumps(row.columns, default=str) if episodes else prompt

@@ -6,15 +6,18 @@ With DIRECT_ANSWERS every prompt also opens its answer. What follows needs no mo
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from grpo.common import InputError, Problems, format_exception
 from grpo.data.files import Row
+from grpo.data.formats import Cell
 from grpo.data.heldout import Split, read_split
-from grpo.data.prompts import count_tokens, render, template_arguments
+from grpo.data.prompts import count_tokens, render, template_arguments, template_variables
 from grpo.harmony import open_answer
 from grpo.phases import with_progress
 from grpo.settings.table import Settings
+
+Tools = Sequence[dict[str, Any]]  # JSON schemas of functions, as chat templates take them
 
 
 class PromptFiles(Protocol):
@@ -36,9 +39,12 @@ def prepare_rows(
     problems: Problems,
     split: Split | None = None,
     train_only: bool = False,
+    tools: Tools = (),
 ) -> Split:
     """The rows of a run with rendered prompts, and the tokens of the longest one. A prompt of more tokens than
     MAX_PROMPT_LEN is a problem.
+
+    `tools` are the schemas of an environment's tools, which every prompt then lists.
 
     `split` are rows that were read already; without it, DATA and the held-out rows are read, see `read_split`. Prompts
     stay unrendered, with a `longest_prompt` of 0, without a tokenizer (`files`; verl renders by itself), and where the
@@ -49,7 +55,7 @@ def prepare_rows(
     rows = [*split.train, *split.heldout]
     try:
         progress = with_progress("rendering prompts", rows, total=len(rows))
-        rendered = [render_row(settings, row, files.template) for row in progress]
+        rendered = [render_row(settings, row, files.template, tools) for row in progress]
         lengths = count_prompts(settings, rendered, files.tokenizer)
     except UnpreparedPrompt as error:
         problems.add(*error.args)
@@ -59,16 +65,21 @@ def prepare_rows(
     return Split(rendered[:count], rendered[count:], split.reason, max(lengths.values(), default=0))
 
 
-def render_row(settings: Settings, row: Row, template: str | None) -> Row:
+def render_row(settings: Settings, row: Row, template: str | None, tools: Tools = ()) -> Row:
     """The row with its prompt as the model gets it. Raises UnpreparedPrompt."""
     role, prompt = row.messages[0]
     where, model = f"{row.file}, row {row.number}", f"MODEL_ID={settings.MODEL_ID}"
+    if tools and role == "rendered":
+        fault = "the prompt is rendered, and the template could not list ENVIRONMENT's tools in it"
+        raise UnpreparedPrompt(where, fault, "Give messages or a plain prompt")
     if role != "rendered":
         if template is None:
             fault = f"it has no chat template, and {row.file} holds prompts that are not rendered"
             raise UnpreparedPrompt(model, fault, "Add chat_template.jinja to the model, or give rendered prompts")
         try:
             arguments = template_arguments(row, template)
+            if tools:
+                arguments = arguments_with_tools(arguments, template, tools)
             prompt = render(template, row.messages, settings.REASONING_EFFORT, settings.PROMPT_DATE, arguments)
         except InputError as error:
             fix = "Correct it, or rename the column if it is no argument of the template"
@@ -83,6 +94,23 @@ def render_row(settings: Settings, row: Row, template: str | None) -> Row:
         except ValueError as error:
             raise UnpreparedPrompt(where, str(error), "End it with <|start|>assistant") from None
     return dataclasses.replace(row, prompt=prompt)
+
+
+def arguments_with_tools(arguments: Mapping[str, Cell], template: str, tools: Tools) -> dict[str, Cell]:
+    """The `arguments` of a chat template with an environment's tools. Raises InputError."""
+    if "tools" in arguments:
+        raise InputError("column tools: the row has tools of its own, and ENVIRONMENT's are listed")
+    if "tools" not in template_variables(template):
+        raise InputError("the model's chat template lists no tools, and ENVIRONMENT has some")
+    return {**arguments, "tools": list(tools)}
+
+
+def episode_prompt(settings: Settings, row: Row, template: str | None, tools: Tools, observation: str) -> str:
+    """The rendered prompt of an episode: the text that the environment's `reset` returned stands at the end of the last
+    message, as in TRL."""
+    role, text = row.messages[-1]
+    messages = (*row.messages[:-1], (role, text + observation))
+    return render_row(settings, dataclasses.replace(row, messages=messages), template, tools).prompt
 
 
 def count_prompts(settings: Settings, rows: Sequence[Row], tokenizer: Path) -> dict[str, int]:

@@ -15,17 +15,19 @@ import rewards
 from grpo.common import InputError, Problems, printable, split_commas
 from grpo.data.files import REWARD_COLUMN, Row, in_template, read_file, read_messages
 from grpo.data.heldout import Split
-from grpo.data.prepare import prepare_rows
-from grpo.evaluate.models import start_model
+from grpo.data.prepare import Tools, prepare_rows
+from grpo.evaluate.models import EvaluatedModel, start_model
 from grpo.evaluate.saved_adapter import check_model, load_run_settings
-from grpo.harmony import assistant_turn, parse_action
+from grpo.harmony import ASSISTANT, assistant_turn, parse_action
 from grpo.output.durable import read_json
 from grpo.plan.engine_memory import vllm_rank
 from grpo.plan.hub import ModelFiles
 from grpo.plan.machine import Machine, read_machine
 from grpo.plan.vllm_model import vllm_faults
 from grpo.preflight.adapter import CONFIG, is_on_experts
+from grpo.preflight.resolve import read_environment
 from grpo.rollout.engine import vllm_modules
+from grpo.rollout.sampler import Sample
 from grpo.settings.table import Settings
 
 EXAMPLE = "Which one? Answer [0] or [1]."
@@ -43,28 +45,35 @@ def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -
     return [Row("PROMPT", 1, messages, (), columns, trl_prompt=trl_prompt)]
 
 
-def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row]]:
-    """(settings of the adapter's run, its base model's files, rendered prompts) by `options`. Raises InputError."""
+def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row], Tools]:
+    """(settings of the adapter's run, its base model's files, rendered prompts, the tools of its ENVIRONMENT) by
+    `options`. Raises InputError."""
     s, problems = load_run_settings(options.adapter, MODEL_ID=options.model)
     # --serve only prints commands, which may run on another machine with a GPU.
     machine = Machine(gpus=1) if options.serve else read_machine()
     files = check_model(s, options.adapter, machine, problems)
     rows = in_template(read_prompts(options, s.SYSTEM_PROMPT, problems), s.PROMPT_TEMPLATE)
+    environment = read_environment(s, problems)
+    tools = environment.tools if environment else ()
     if not problems:
-        rows = prepare_rows(s, files, problems, Split([], rows, "")).heldout
+        rows = prepare_rows(s, files, problems, Split([], rows, ""), tools=tools).heldout
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
-    return s, files, rows
+    return s, files, rows, tools
 
 
 def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The columns of every prompt's row with `completion`, special tokens included, and where the row or the run's
-    REWARDS know actions with `action` (None if the answer names none). A column of the file that has one of these names
+    REWARDS know actions with `action` (None if the answer names none). With the run's ENVIRONMENT it is an episode,
+    with its `end` and what the environment gave as `reward`. A column of the file that has one of these names
     becomes `csv_NAME`, as for reward functions. `options` are those of scripts/ask.py. Raises InputError before the
     model is loaded."""
-    s, files, rows = prepare(options)
+    s, files, rows, tools = prepare(options)
     s = dataclasses.replace(s, EVAL_TEMPERATURE=options.temperature)
-    model = start_model(s, files, options.adapter, read_machine(), use_vllm=False)
+    model = start_model(s, files, options.adapter, read_machine(), use_vllm=False, tools=tools)
+    if s.ENVIRONMENT:
+        played = [episode_answer(sample, model) for sample in model.play(rows, base=options.base)]
+        return [with_columns(row, answer) for row, answer in zip(rows, played, strict=True)]
     ids = model.complete([row.prompt for row in rows], base=options.base)
     functions = {part.partition("=")[0].strip() for part in split_commas(s.REWARDS or "action")}
     has_actions = bool(functions & rewards.ACTION_REWARDS.keys())
@@ -75,9 +84,21 @@ def ask(options: argparse.Namespace) -> list[dict[str, Any]]:
         if actions or has_actions:
             action = parse_action(assistant_turn(row.prompt, text), actions or 10**9)
             answer = {"action": action, "completion": text}
-        columns = {(f"csv_{name}" if name in answer else name): cell for name, cell in row.columns.items()}
-        answers.append(columns | answer)
+        answers.append(with_columns(row, answer))
     return answers
+
+
+def with_columns(row: Row, answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a row behind the row's own columns."""
+    return {(f"csv_{name}" if name in answer else name): cell for name, cell in row.columns.items()} | answer
+
+
+def episode_answer(sample: Sample, model: EvaluatedModel) -> dict[str, Any]:
+    """The columns of an episode."""
+    episode = sample.episode
+    assert episode
+    text = episode.prompt[episode.prompt.rfind(ASSISTANT) :] + str(model.tokenizer.decode(sample.ids))
+    return {"end": episode.end, "reward": episode.total(), "completion": text}
 
 
 def as_csv(answers: Sequence[dict[str, Any]]) -> str:
@@ -92,7 +113,7 @@ def as_csv(answers: Sequence[dict[str, Any]]) -> str:
 
 def serve_commands(options: argparse.Namespace) -> str:
     """Two commands: vLLM serves the adapter, and curl sends it the prompt as the run renders it. Raises InputError."""
-    s, files, rows = prepare(options)
+    s, files, rows, tools = prepare(options)
     if faults := vllm_faults(files.config, s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN):
         raise InputError(*(f"MODEL_ID={s.MODEL_ID}: {fault}. Ask without --serve" for fault in faults))
     path, lora, name = s.MODEL_ID, [], s.MODEL_ID
@@ -114,13 +135,22 @@ def serve_commands(options: argparse.Namespace) -> str:
         "temperature": options.temperature,
         "skip_special_tokens": False,  # special tokens separate the final channel from the reasoning
     }
+    if tools:  # vLLM renders messages and tools by openai_harmony, as the chat template did in training.
+        body = {name: body[name] for name in ("model", "temperature")} | {
+            "messages": [{"role": role, "content": text} for role, text in rows[0].messages],
+            "tools": list(tools),
+            "reasoning_effort": s.REASONING_EFFORT,
+            "max_completion_tokens": s.MAX_TURN_LEN or s.MAX_COMPLETION_LEN,
+        }
     serve = [
         f"vllm serve {shlex.quote(path)}",
         *lora,
         f"--max-model-len {s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN}",
+        *(["--enable-auto-tool-choice --tool-call-parser openai"] if tools else []),
     ]
     # JSON's own escapes take the place of what a terminal would obey.
     text = json.dumps(body, ensure_ascii=False)
     text = "".join(char if printable(char) == char else json.dumps(char)[1:-1] for char in text)
-    curl = [f"curl {URL}", "-H 'Content-Type: application/json'", f"-d {shlex.quote(text)}"]
+    url = URL.replace("/completions", "/chat/completions") if tools else URL
+    curl = [f"curl {url}", "-H 'Content-Type: application/json'", f"-d {shlex.quote(text)}"]
     return "\n\n".join(" \\\n  ".join(lines) for lines in (serve, curl))

@@ -25,6 +25,7 @@ from grpo.plan.hub import ModelFiles, count_parameters
 from grpo.plan.machine import Machine, installed_versions, read_machine
 from grpo.plan.vllm_model import vllm_faults
 from grpo.preflight.choices import choose_exact, choose_exact_loop, choose_rewards, choose_use_vllm
+from grpo.preflight.resolve import read_environment
 from grpo.reward.calling import load_rewards
 from grpo.reward.reward_checks import check_heldout, check_rewards
 from grpo.reward.scoring import initial_trainer_state
@@ -106,7 +107,11 @@ def evaluate(options: argparse.Namespace) -> tuple[str, Path]:
         return evaluate_rows(options) if options.data else simulate(options)
     s, problems = load_run_settings(options.run, MODEL_ID=options.model)
     split, simulator = read_split(s, problems), load_simulator(s.TASK)
-    if simulator and simulator.plan(s, split.heldout or split.train, "", False, True, Problems()).is_mentioned:
+    if (
+        simulator
+        and not s.ENVIRONMENT
+        and simulator.plan(s, split.heldout or split.train, "", False, True, Problems()).is_mentioned
+    ):
         return simulate(options)
     if options.run and s.EVAL_DATA is None and split.heldout:
         recorded = run_record(options.run).get("data_sha256")
@@ -155,14 +160,16 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
             problems.add("held-out rows", split.reason, "Name the rows to score: --data FILE")
     if fault := strange_rewards(options, s.REWARDS or ""):
         raise InputError(*problems, fault)
-    rewards = choose_rewards(s.REWARDS, rows).value
+    environment = read_environment(s, problems)
+    tools = environment.tools if environment else ()
+    rewards = choose_rewards(s.REWARDS, rows, s.ENVIRONMENT, environment).value
     specs, _ = check_rewards(s, rewards, [], problems)  # without rows this checks only that the functions exist
     machine, longest = read_machine(), 0
     files = check_model(s, options.run, machine, problems)
     if not problems:
-        prepared = prepare_rows(s, files, problems, Split([], rows, ""))
+        prepared = prepare_rows(s, files, problems, Split([], rows, ""), tools=tools)
         rows, longest = prepared.heldout, prepared.longest_prompt
-    if specs:
+    if specs and not s.ENVIRONMENT:
         tokenizer = files.tokenizer if files and longest else None
         check_heldout(specs, s, rows, problems, tokenizer, "held-out rows" if split else "--data", "name other REWARDS")
     if files is None or problems:
@@ -188,7 +195,7 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
     kind = "exact" if exact.value else "sampled"
     print(f"{kind} at temperature {s.EVAL_TEMPERATURE:g}, {exact.reason}; {engine}", flush=True)
     prompts = [row.prompt for row in rows for _ in range(s.EVAL_SAMPLES)]
-    model = start_model(s, files, options.run, machine, use_vllm, prompts)
+    model = start_model(s, files, options.run, machine, use_vllm, prompts, tools)
     functions = load_rewards(specs, s)
     names, weights = [function.__name__ for function in functions], [weight for _, weight in specs]
     evaluation = HeldoutEvaluation(

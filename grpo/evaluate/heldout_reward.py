@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from grpo.learn.trainer import Trainer
 from grpo.output.durable import is_intact, read_sealed, write_sealed
 from grpo.phases import Phase
 from grpo.reward.calling import Reward
+from grpo.reward.episode import Episode
 from grpo.reward.reward_checks import GARBAGE
 from grpo.reward.scoring import Completion, completion_rates, read_completions, score, total
 from grpo.settings.table import Settings
@@ -42,7 +43,7 @@ class HeldoutEvaluation:
     def clusters(self) -> list[tuple[str, str]]:
         """The cluster of each row for confidence intervals: its day, because hours of a day resemble each other, or its
         prompt if it has no date. The file does not matter: the same day in two files is one day."""
-        return list(map(group_of, self.rows))
+        return [group_of(row, bool(self.model.settings.ENVIRONMENT)) for row in self.rows]
 
     def add_models(self, results: Results, names: Sequence[str]) -> None:
         """Measure the models in `names` that the results lack: `before` is the base model, `after` the adapter, `start`
@@ -81,13 +82,19 @@ class HeldoutEvaluation:
             figures = statistics.score_probabilities(row_rewards, shares, answers, invalid, self.clusters)
             return figures | {"functions": self.function_figures(self.expected_scores(shares))}
         sampled = [row for row in self.rows for _ in range(samples)]
-        ids = self.model.complete([row.prompt for row in sampled], samples, greedy=greedy, base=base)
-        completions, scores = self.score_completions(sampled, ids)
+        episodes: list[Episode] = []
+        if self.model.player:
+            played = self.model.play(sampled, greedy=greedy, base=base)
+            ids, episodes = [sample.ids for sample in played], [sample.episode for sample in played if sample.episode]
+            sampled = [replace(row, prompt=episode.prompt) for row, episode in zip(sampled, episodes, strict=True)]
+        else:
+            ids = self.model.complete([row.prompt for row in sampled], samples, greedy=greedy, base=base)
+        completions, scores = self.score_completions(sampled, ids, episodes)
         rates = completion_rates(completions)
         by_row = [slice(first, first + samples) for first in range(0, len(completions), samples)]
         figures = {name: rates[name] for name in ("clipped_ratio", "tokens_mean", "tokens_max")}
         figures |= {"functions": self.function_figures([scores[row] for row in by_row])}
-        if all(row_rewards):
+        if all(row_rewards) and not episodes:
             actions = [[completion.action for completion in completions[row]] for row in by_row]
             return statistics.score_answers(row_rewards, actions, invalid, self.clusters) | figures
         weighted = [total([w * v for w, v in zip(self.weights, values, strict=True)]) for values in scores]
@@ -95,10 +102,10 @@ class HeldoutEvaluation:
         return figures_of_sum | {"parse_rate": rates["parse_rate"]} | figures
 
     def score_completions(
-        self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]
+        self, rows: Sequence[Row], completion_ids: Sequence[Sequence[int]], episodes: Sequence[Episode] = ()
     ) -> tuple[list[Completion], list[list[float]]]:
         """The decoded completions of `rows`, and their rewards by completion and function (N, F)."""
-        completions = read_completions(self.model.tokenizer, self.model.stops, rows, completion_ids)
+        completions = read_completions(self.model.tokenizer, self.model.stops, rows, completion_ids, episodes)
         columns = column_names(self.rows)
         return completions, score(self.functions, completions, completion_ids, columns, self.state)
 

@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,9 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.common import InputError
+from grpo.data.files import Row
+from grpo.data.prepare import Tools
+from grpo.environment.pool import EnvironmentPool
 from grpo.evaluate.exact import BATCH_TOKENS, answer_probabilities
 from grpo.learn.trainer import Trainer
 from grpo.model.attention import unwrap_peft
@@ -26,10 +29,13 @@ from grpo.preflight.choices import ATTENTION, choose_attention
 from grpo.process.ranks import Ranks
 from grpo.reward.lookup import action_tokens
 from grpo.rollout.engine import EngineError, start_engine
+from grpo.rollout.episodes import EpisodePlayer
 from grpo.rollout.sampler import (
     AwakeVllmSampler,
     DirectSampler,
+    EndTokens,
     RankedSampler,
+    Sample,
     Sampler,
     TransformersSampler,
     adapter_disabled,
@@ -50,6 +56,18 @@ class EvaluatedModel:
     tokenizer: PreTrainedTokenizerBase
     stops: Sequence[int]  # ids of the tokens that end a completion
     sampler: RankedSampler
+    player: EpisodePlayer | None = field(default=None, kw_only=True)  # with ENVIRONMENT
+
+    @property
+    def ends(self) -> EndTokens:
+        """The tokens that end a completion."""
+        padding: int = self.tokenizer.pad_token_id
+        return EndTokens(self.stops, padding)
+
+    def play(self, rows: Sequence[Row], step: int = 0, greedy: bool = False, base: bool = False) -> list[Sample]:
+        """An episode of each row in ENVIRONMENT, drawn as `complete` draws; this process plays them alone."""
+        assert self.player
+        return self.player.play(rows, evaluation_sampling(self.settings, step, greedy, base))
 
     def complete(
         self, prompts: Sequence[str], samples: int = 1, step: int = 0, greedy: bool = False, base: bool = False
@@ -86,7 +104,8 @@ class TorchModel(EvaluatedModel):
 def trained_model(trainer: Trainer) -> TorchModel:
     """The model of a run, which generates its answers like rollouts: by the same engine, with the same lengths."""
     settings, tokenizer, stops = trainer.run.settings, trainer._tokenizer, trainer.eos_token_ids
-    return TorchModel(settings, tokenizer, stops, trainer.sampler, unwrap_peft(trainer.model), trainer.model)
+    network, player = unwrap_peft(trainer.model), trainer.player if settings.ENVIRONMENT else None
+    return TorchModel(settings, tokenizer, stops, trainer.sampler, network, trainer.model, player=player)
 
 
 def load_torch_model(settings: Settings, files: ModelFiles, adapter: Path | None, attention: str) -> TorchModel:
@@ -127,6 +146,7 @@ def start_vllm_model(
         EXPERTS=None,  # No learner shares or pages its weights.
     )
     longest = max(map(len, tokenizer(text=list(dict.fromkeys(prompts)))["input_ids"])) + 32
+    longest = s.MAX_PROMPT_LEN if s.ENVIRONMENT else longest  # The text of a reset comes on top.
     plan = plan_engine(s, files.config, machine, longest, 0.0)
     if plan.cache < plan.cache_least:
         need = plan.weights + plan.scratch + plan.cache_least
@@ -181,8 +201,27 @@ def start_model(
     machine: Machine,
     use_vllm: bool,
     prompts: Sequence[str] = (),
+    tools: Tools = (),
 ) -> EvaluatedModel:
-    """Load the base model, downloaded if necessary, with its adapter. Raises InputError and EngineError."""
+    """Load the base model, downloaded if necessary, with its adapter, and with ENVIRONMENT what plays its episodes with
+    these `tools`. Raises InputError and EngineError."""
+    model = load_evaluated(settings, files, adapter, machine, use_vllm, prompts)
+    if settings.ENVIRONMENT:
+        pool, ends = EnvironmentPool(settings.ENVIRONMENT, settings.ENV_TIMEOUT), model.ends
+        parts = model.sampler.sampler, pool, model.tokenizer, ends, settings, tools, files.template
+        model.player = EpisodePlayer(*parts, at_once=GENERATION_BATCHES[0], wants_copy=True)
+    return model
+
+
+def load_evaluated(
+    settings: Settings,
+    files: ModelFiles,
+    adapter: Path | None,
+    machine: Machine,
+    use_vllm: bool,
+    prompts: Sequence[str],
+) -> EvaluatedModel:
+    """The model of `start_model`."""
     if problem := fetch_weights(settings.MODEL_ID, files):
         raise InputError(problem)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from grpo.evaluate.run_files import FUNCTION, Run
 from grpo.figures.text import finite_number
-from grpo.output.logs import EVALUATED, METRICS
+from grpo.output.logs import EPISODE_METRICS, EVALUATED, METRICS
 from grpo.settings.table import TASK_FIGURES
 
 MEAN_STEPS = 10  # steps in a moving mean
@@ -48,6 +48,11 @@ CURVES = {
 }
 LABELS = {"tokens_mean": "mean", "tokens_max": "longest"}  # Of columns that share a picture.
 LABEL_WIDTH = 40  # Characters of labels that fit beside each other in a legend.
+EPISODE_CURVES = {
+    "Turns and calls": Curve(["turns_mean", "calls_mean"], "Turns and calls of an episode, their means."),
+    "Calls answered with an error": Curve(["call_errors"], EPISODE_METRICS["call_errors"][1], "No call was an error."),
+    "Time of environments": Curve(["tool_s_mean"], EPISODE_METRICS["tool_s_mean"][1]),
+}
 PHASES = ("wake_s", "handover_s", "generation_s", "sleep_s", "reward_s", "learn_s")
 REFERENCES = {"random": ":", "constant": "-.", "oracle": "--"}  # line styles by key of evaluation.json
 # Inches and points. A phone shows a picture 358 pixels wide: its smallest text is then 10 pixels high.
@@ -115,14 +120,16 @@ def pictures(run: Run) -> tuple[list[tuple[str, str, str]], list[str]]:
     references = {name: value for name, value in known.items() if value == value}
     functions = [name for name in values if name.startswith(FUNCTION)]
     several = {"Reward functions": Curve(functions, "What each function gives, before its weight.")}
-    for title, (columns, caption, if_zero) in (CURVES | (several if len(functions) > 1 else {})).items():
+    for title, (columns, caption, if_zero) in (
+        CURVES | EPISODE_CURVES | (several if len(functions) > 1 else {})
+    ).items():
         if values[columns].notna().sum().max() < 2:
             continue
         others = references if columns == MEASURED else {}
         if not others and not values[columns].fillna(0.0).to_numpy().any():
             sentences.append(if_zero or f"{title}: 0 in every step.")
             continue
-        axes = panel(METRICS.get(columns[0], ("reward",))[0])
+        axes = panel((METRICS | EPISODE_METRICS).get(columns[0], ("reward",))[0])
         draw_curve(axes, values[columns], others)
         drawn.append(picture(axes, title, caption))
     if len(run.metrics) > 1 and run.metrics["learn_s"].any():

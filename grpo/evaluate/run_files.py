@@ -19,7 +19,7 @@ from grpo.data.formats import is_dataset
 from grpo.data.heldout import hold_out
 from grpo.figures.text import finite_number, object_at
 from grpo.output import durable
-from grpo.output.logs import COMPLETIONS, EVALUATED, METRICS, PROMPT, function_column
+from grpo.output.logs import COMPLETIONS, EPISODE_COLUMNS, EPISODE_METRICS, EVALUATED, METRICS, PROMPT, function_column
 from grpo.tasks.simulator import Simulator, load_simulator
 
 FUNCTION = function_column("")  # prefix of the columns of reward functions
@@ -37,8 +37,8 @@ def finite_numbers(values: pandas.Series) -> pandas.Series:
 
 
 def read_metrics(path: Path) -> pandas.DataFrame:
-    """The table of metrics.csv: `step` holds whole numbers, `time` text, every other column finite numbers or NaN.
-    Raises InputError if the file is not the log of a run."""
+    """The table of metrics.csv: `step` holds whole numbers, `time` and `ends` text, every other column finite numbers
+    or NaN. Raises InputError if the file is not the log of a run."""
     try:
         durable.regular_file_size(path)
     except ValueError as error:
@@ -52,8 +52,8 @@ def read_metrics(path: Path) -> pandas.DataFrame:
     if "step" not in rows:
         raise InputError(f"{path} has no column `step`: it is not a log of train_grpo.py")
     functions = [name for name in rows if name.startswith(FUNCTION)]
-    rows = rows.reindex(columns=[*METRICS, *functions])
-    rows = rows.assign(**{name: finite_numbers(rows[name]) for name in rows if name != "time"})
+    rows = rows.reindex(columns=[*METRICS, *functions, *EPISODE_METRICS])
+    rows = rows.assign(**{name: finite_numbers(rows[name]) for name in rows if name not in ("time", "ends")})
     return rows.dropna(subset="step").astype({"step": int}).reset_index(drop=True)
 
 
@@ -79,7 +79,12 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
     truncated = rows["truncated"] == "1"
     unparsed = (rows["parsed_action"] == "") & (rows["best_action"] != "")  # Rows without actions have no best one.
     rewarded, answers = rows.dropna(subset="reward"), rows[~unparsed].dropna(subset="reward")
-    kinds = {
+    kinds = {}
+    if len(episodes := rows[rows["end"] != ""]):  # The same prompt before and after, where it came again.
+        first = episodes[episodes["step"] == episodes["step"].min()]
+        again = episodes[episodes["prompt_id"].isin(first["prompt_id"])]
+        kinds = {"An episode of the first step": first.head(1), "An episode of the last steps": again.head(1)}
+    kinds |= {
         "Highest reward": rewarded.sort_values("reward", ascending=False, kind="stable"),
         "Lowest reward of an answer that parses": answers.sort_values("reward", kind="stable"),
         "No action could be read": rows[unparsed & ~truncated],
@@ -95,8 +100,10 @@ def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
     if any(is_dataset(name) for name in split_commas(data)):
         return {}  # a report must not need the network
     rows, template = read_rows("DATA", data, Problems(), system), settings.get("PROMPT_TEMPLATE", "{}")
+    episodes = bool(settings.get("ENVIRONMENT"))
     # A run without EVAL_DATA held rows out.
-    candidates = [in_template(split, template) for split in (rows, hold_out(rows, share or 0.0).train)]
+    splits = (rows, hold_out(rows, share or 0.0, episodes).train)
+    candidates = [in_template(split, template) for split in splits]
     if not rows or record.get("data_sha256") not in [data_fingerprint(split) for split in candidates]:
         return {}
     return {row.id: "\n".join(text for _, text in row.messages) for row in candidates[0]}
@@ -105,7 +112,7 @@ def read_prompts(record: Mapping[str, Any]) -> dict[str, str]:
 def read_examples(path: Path, record: Mapping[str, Any]) -> dict[str, pandas.DataFrame]:
     """The rows of completions.csv that the report shows, by kind, with their prompts. Prompts that the file lacks come
     from the training data named in `record`, which is settings.json."""
-    rows = pandas.DataFrame(columns=[*COMPLETIONS, PROMPT], dtype=str)
+    rows = pandas.DataFrame(columns=[*COMPLETIONS, PROMPT, *EPISODE_COLUMNS], dtype=str)
     options = {"dtype": str, "na_filter": False, "encoding_errors": "replace", "on_bad_lines": "skip"}
     try:
         durable.regular_file_size(path)

@@ -24,9 +24,13 @@ from grpo.settings.table import Settings
 RECORDED = (
     "MODEL_ID", "TASK", "REASONING_EFFORT", "PROMPT_DATE", "EVAL_TEMPERATURE", "TOP_P", "SEED", "DATA", "EVAL_DATA",
     "EVAL_SHARE", "EVAL_SAMPLES", "EVAL_EXACT", "EVAL_PROFILE", "SYSTEM_PROMPT", "PROMPT_TEMPLATE", "DIRECT_ANSWERS",
+    "ENVIRONMENT",
 )  # fmt: skip
 # These are recorded too, but the environment may replace them: other rows, or another machine, may need other values.
-REPLACEABLE = ("MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "REWARDS", "INVALID_REWARD", "EXPERTS")
+REPLACEABLE = (
+    "MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "MAX_TURNS", "MAX_TURN_LEN", "MAX_RESULT_LEN", "ENV_TIMEOUT", "REWARDS",
+    "INVALID_REWARD", "EXPERTS",
+)  # fmt: skip
 
 
 def run_folders(adapter: Path | None) -> tuple[Path, ...]:

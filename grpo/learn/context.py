@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.data.files import Row
+from grpo.environment.pool import EnvironmentPool
 from grpo.plan.memory import Plan
 from grpo.preflight.resolve import ResolvedRun
 from grpo.process.ending import StopRequest
@@ -23,6 +24,7 @@ class RunContext:
     stop: StopRequest
     engine: Engine | None = None  # None: transformers generates.
     parity: list[dict[str, Any]] = field(default_factory=list)  # Figures of each comparison of the mismatch check.
+    environments: EnvironmentPool | None = None  # Those of ENVIRONMENT; None without it.
     watch: MismatchWatch | None = None  # Compares the mismatch of each rollout with these.
 
     @property

@@ -17,7 +17,7 @@ from grpo.learn.context import RunContext
 from grpo.learn.distributed import adapter_gradients, sum_over_ranks
 from grpo.learn.expected_reward import ExpectedReward, StepRewards
 from grpo.learn.log_probs import HeadLogProbs
-from grpo.learn.step import Batch
+from grpo.learn.step import Batch, learned_mask
 from grpo.model.attention import KERNELS, hidden_states, unwrap_peft
 from grpo.model.load import evaluating
 from grpo.model.packing import PackedBatch, cut_micro_batches, pack_batch, padded_like
@@ -75,7 +75,7 @@ class Learner(GRPOTrainer):
 
         The arguments are parts of a `Step`: its `batch`, the rewards of all actions (None without EXPECTED_REWARD), and
         the actions' probabilities (B, K) if they are known, zeros in the rows of other ranks."""
-        s, base, mask = self.run.settings, unwrap_peft(model), batch["completion_mask"]
+        s, base, mask = self.run.settings, unwrap_peft(model), learned_mask(batch)
         expected: ExpectedReward | None = None
         if answers is not None:
             expected = self.expect(base, batch, answers, probabilities)
@@ -93,6 +93,7 @@ class Learner(GRPOTrainer):
                 token_logps, entropy = self.compute_logps(base, leaf, packed.targets)
             micro_batch = {name: value[rows] if value.ndim else value for name, value in batch.items()}
             token_logps, entropy = (padded_like(mask[rows], packed, values) for values in (token_logps, entropy))
+            entropy = entropy * mask[rows]
             policy, sampled = token_logps.detach(), micro_batch.get("sampling_per_token_logps")
             logps[rows], ratios[rows] = policy, 1.0
             if sampled is not None and s.IS_CORRECTION != "none":
@@ -202,7 +203,7 @@ class Learner(GRPOTrainer):
     def token_weights(self, batch: Batch) -> Tensor:
         """The weight (B, C) that LOSS_TYPE gives each token of `batch`: minus the slope of Liger's loss by its log-prob
         at an advantage of 1."""
-        mask = batch["completion_mask"]
+        mask = learned_mask(batch)
         logps = torch.zeros(mask.shape, device=mask.device, requires_grad=True)
         advantage_of_1 = {"completion_mask": mask, "advantages": torch.ones(len(mask), device=mask.device)}
         return -torch.autograd.grad(self.liger_loss(advantage_of_1, batch, logps)[0], logps)[0]
@@ -215,7 +216,7 @@ class Learner(GRPOTrainer):
         advantages over the last dimension."""
         names = ("ref_per_token_logps", "old_per_token_logps", "importance_sampling_ratio")
         reference, old, ratio = (micro_batch.get(name) for name in names)
-        mask, advantages = micro_batch["completion_mask"], micro_batch["advantages"]
+        mask, advantages = learned_mask(micro_batch), micro_batch["advantages"]
         if advantages.ndim == 2:
             logps, mask = logps.unsqueeze(1), mask.unsqueeze(1)
             reference, old, ratio = (None if x is None else x.unsqueeze(1) for x in (reference, old, ratio))
@@ -225,7 +226,7 @@ class Learner(GRPOTrainer):
             logps,
             mask,
             advantages,
-            batch["completion_mask"],  # The loss is normalized by the whole step's tokens.
+            learned_mask(batch),  # The loss is normalized by the whole step's tokens.
             ref_per_token_logps=reference,
             old_per_token_logps=old,
             epsilon_low=self.epsilon_low,
@@ -255,7 +256,7 @@ class Learner(GRPOTrainer):
 
     def record_learning(self, batch: Batch, logps: Tensor, ratios: Tensor, sums: Mapping[str, float]) -> None:
         """Logs `sums`, the step's means by TRL's names, and how far the engine's log-probs are from `logps` (B, C)."""
-        metrics, mask = self._metrics["train"], batch["completion_mask"].bool()
+        metrics, mask = self._metrics["train"], learned_mask(batch).bool()
         for name, value in sums.items():
             metrics[name].append(value)
         if (sampled := batch.get("sampling_per_token_logps")) is not None:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
+from grpo.environment.pool import EnvironmentPool
 from grpo.learn.context import RunContext
 from grpo.model.attention import unwrap_peft
 from grpo.plan.memory import micro_batch_tokens
 from grpo.reward.lookup import action_tokens
-from grpo.rollout.sampler import DirectSampler, RankedSampler, Sampler, TransformersSampler, VllmSampler
+from grpo.rollout.episodes import EpisodePlayer
+from grpo.rollout.sampler import DirectSampler, EndTokens, RankedSampler, Sampler, TransformersSampler, VllmSampler
 
 
 def make_sampler(
@@ -40,3 +42,17 @@ def make_sampler(
         at_once = -(-run.plan.generation_batch // run.ranks.size)
         sampler = TransformersSampler(base, policy, tokenizer, stops, at_once)
     return RankedSampler(sampler, run.ranks)
+
+
+def make_player(
+    run: RunContext, sampler: Sampler, tokenizer: PreTrainedTokenizerBase, ends: EndTokens
+) -> EpisodePlayer:
+    """What plays the episodes of ENVIRONMENT with a process's own `sampler`; environments stay for the whole run."""
+    s, description, files = run.settings, run.resolved.environment, run.resolved.files
+    assert description and files  # A run that passed its checks has both.
+    run.environments = run.environments or EnvironmentPool(s.ENVIRONMENT, s.ENV_TIMEOUT)
+    engine = run.plan.engine
+    at_once = engine.max_num_seqs if engine else -(-s.completions_per_rollout // run.ranks.size)
+    has_own = any(":" in name for name, _ in run.resolved.reward_specs)  # Only these read copies of environments.
+    pool, tools = run.environments, description.tools
+    return EpisodePlayer(sampler, pool, tokenizer, ends, s, tools, files.template, at_once, has_own)

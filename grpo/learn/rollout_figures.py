@@ -24,10 +24,10 @@ def rollout_figures(
 ) -> dict[str, float]:
     """Figures of B completions: `num_tokens` in prompts and completions, lengths, and rewards. `deviations` (B,) are
     those of each completion's group; `ends` is None with DIRECT_ANSWERS, whose completions have no sampled length."""
-    lengths = [len(sample.ids) for sample in samples]
+    lengths = [sample.written for sample in samples]
     figures: dict[str, float] = {"num_tokens": sum(map(len, prompts)) + sum(lengths)}
     if ends is not None:
-        ended = [len(sample.ids) for sample in samples if ends.has_ended(sample)]
+        ended = [sample.written for sample in samples if ends.has_ended(sample)]
         for name, values in (("", lengths), ("terminated_", ended or [0])):
             figures |= {f"completions/{kind}_{name}length": fold(values) for kind, fold in FOLDS.items()}
         figures["completions/clipped_ratio"] = 1 - len(ended) / len(samples)

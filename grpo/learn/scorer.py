@@ -19,6 +19,7 @@ from grpo.learn.context import RunContext
 from grpo.learn.expected_reward import StepRewards
 from grpo.output.logs import Cell, FunctionLog, RunLog
 from grpo.reward.calling import Reward
+from grpo.reward.episode import Episode
 from grpo.reward.lookup import AnswerRewards, RewardLookup, expected_text
 from grpo.reward.scoring import partial_none_text, read_completions, score
 
@@ -32,6 +33,8 @@ class Scores:
     rewards: Tensor  # (B,): weighted sums
     answers: StepRewards | None  # The rewards of all actions, with EXPECTED_REWARD.
     rates: dict[str, Cell]  # Columns of metrics.csv about these completions; empty on ranks other than 0.
+    # Weighted `step_rewards` of each turn of each episode, parts of `rewards`; None where no environment has any.
+    turn_rewards: list[list[float]] | None = None
 
 
 def weighted_rewards(by_function: Tensor, weights: Tensor) -> Tensor:
@@ -64,13 +67,21 @@ class Scorer:
         self.has_told_none = False  # Whether the log says what a None beside other rewards counts as.
         self.has_told_expected = False  # Whether it says how many completions learn from their expected reward.
 
-    def score(self, rows: Sequence[Row], ids: list[list[int]], stops: Sequence[int], state: TrainerState) -> Scores:
-        """The scores of the completions `ids` of `rows`; `stops` are the tokens that end one. Raises RewardError."""
+    def score(
+        self,
+        rows: Sequence[Row],
+        ids: list[list[int]],
+        stops: Sequence[int],
+        state: TrainerState,
+        episodes: Sequence[Episode] = (),
+    ) -> Scores:
+        """The scores of the completions `ids` of `rows`, or of `episodes`; `stops` are the tokens that end one. Raises
+        RewardError."""
         if self.run_log is None:
             values, answer_values = self.run.ranks.broadcast()
             answers = [AnswerRewards(*answer) for answer in answer_values]
         else:
-            completions = read_completions(self.tokenizer, stops, rows, ids)
+            completions = read_completions(self.tokenizer, stops, rows, ids, episodes)
             # TRL's own would put a metric called `reward` among the values of its own, and drops what log_extra gets.
             logged = FunctionLog(len(completions))
             log_functions = logged.log_extra, logged.log_metric
@@ -96,7 +107,16 @@ class Scorer:
                 step, completions, rewards.tolist(), by_function.tolist(), zero_std, expected, logged
             )
         stacked = StepRewards.stack(answers, self.device) if answers else None
-        return Scores(self.names, by_function, rewards, stacked, rates)
+        return Scores(self.names, by_function, rewards, stacked, rates, self.turn_rewards(episodes))
+
+    def turn_rewards(self, episodes: Sequence[Episode]) -> list[list[float]] | None:
+        """What `Scores.turn_rewards` holds."""
+        if all(episode.turn_rewards is None for episode in episodes) or "environment" not in self.names:
+            return None
+        weight = self.weights[self.names.index("environment")].item()
+        return [
+            [weight * value for value in episode.turn_rewards or [0.0] * len(episode.turns)] for episode in episodes
+        ]
 
     def teaching_share(self, rewards: Tensor, answers: Sequence[AnswerRewards]) -> float:
         """Share of the groups in which rewards, or the rewards of actions, differ.

@@ -3,7 +3,7 @@
 
     sample      G completions of every prompt, from the present policy
     score       the weighted sum of what the reward functions give each completion
-    advantages  how much better a completion is than its group
+    advantages  how much better a completion is than its group, or with `step_rewards` each turn of an episode
     reference   log-probs of the base model, where a KL divergence holds the policy near it (BETA)
 
 With EXPECTED_REWARD, `Learner.expect` (expected_reward.py) replaces these advantages for groups that name an action:
@@ -37,7 +37,8 @@ class Step:
     logs say about them in each of these.
 
     `batch` holds `prompt_ids` (B, P), padded on the left, `completion_ids` (B, C), padded on the right, their masks,
-    `advantages` (B,) and `num_items_in_batch` (), the tokens that count. Where they are known it also holds
+    `advantages` (B,), or (B, C) by turn, and `num_items_in_batch` (), the tokens that count. With ENVIRONMENT
+    `tool_mask` (B, C) is 0 for the tokens of results, which are not learned. Where they are known it also holds
     `sampling_per_token_logps` (vLLM's), `ref_per_token_logps` (with BETA) and `old_per_token_logps` (where several
     steps share a rollout), each (B, C), NaN where unknown."""
 
@@ -68,6 +69,10 @@ def new_step(
     batch = to_tensors(prompts, samples, s, scores.rewards.device, ends)
     advantages, deviations = group_advantages(scores.rewards, s.NUM_GENERATIONS, s.SCALE_REWARDS)
     batch["advantages"] = advantages
+    if scores.turn_rewards is not None:
+        to_go = returns_to_go(scores.rewards, scores.turn_rewards)
+        by_turn = turn_advantages(to_go, s.NUM_GENERATIONS, s.SCALE_REWARDS)
+        batch["advantages"] = spread_over_turns(by_turn, samples, batch["completion_ids"].size(1))
     if s.steps_per_rollout > 1:  # Otherwise the policy that learns is the one that sampled, and the ratio is 1.
         sampled = batch.get("sampling_per_token_logps")
         batch["old_per_token_logps"] = logps(batch, True) if sampled is None else sampled
@@ -92,6 +97,49 @@ def group_advantages(rewards: Tensor, group: int, scale_rewards: str | None) -> 
     return advantages.nan_to_num(nan=0.0), deviation
 
 
+def returns_to_go(rewards: Tensor, turn_rewards: Sequence[Sequence[float]]) -> Tensor:
+    """What each turn and those behind it earn, (B, T); NaN where an episode has no such turn or no reward.
+
+    `rewards` (B,) are those of whole episodes, of which `turn_rewards` belong to turns and the rest to the end. A turn
+    does not earn what came before it (R. Sutton et al., Policy Gradient Methods for Reinforcement Learning with
+    Function Approximation, NIPS 1999); DeepSeekMath 4.1.3 sums the rewards of later steps in the same way."""
+    steps = [torch.tensor(values, dtype=rewards.dtype, device=rewards.device) for values in turn_rewards]
+    earned = pad_sequence(steps, True, torch.nan)  # (B, T)
+    return rewards[:, None] - (earned.cumsum(1) - earned)
+
+
+def turn_advantages(to_go: Tensor, group: int, scale_rewards: str | None) -> Tensor:
+    """The advantage of each turn (B, T), 0 where there is none: how much better its return-to-go (B, T) is than the
+    mean of those that the group's episodes have at the same turn. A turn that no other episode of the group reached
+    keeps the advantage of the turn before it.
+
+    `scale_rewards` divides by the deviation of these from their means, over all turns of the `group` or `batch`, which
+    for episodes of one turn is the group's deviation."""
+    groups = to_go.view(-1, group, to_go.size(1))  # (P, G, T)
+    centred, count = groups - groups.nanmean(1, keepdim=True), (~groups.isnan()).sum(1)  # (P, T)
+    freedom = (count - 1).clamp(min=0).sum(1)  # (P,)
+    squares = centred.square().nansum((1, 2))
+    if scale_rewards == "batch":
+        squares, freedom = squares.sum().expand_as(squares), freedom.sum().expand_as(freedom)
+    deviation = (squares / freedom.clamp(min=1)).sqrt()[:, None, None]
+    for turn in range(1, groups.size(2)):
+        alone = (count[:, turn] == 1)[:, None] & ~groups[:, :, turn].isnan()
+        centred[:, :, turn] = torch.where(alone, centred[:, :, turn - 1], centred[:, :, turn])
+    if scale_rewards != "none":
+        centred = centred / (deviation + EPSILON)
+    return centred.nan_to_num(nan=0.0).view_as(to_go)
+
+
+def spread_over_turns(by_turn: Tensor, samples: Sequence[Sample], width: int) -> Tensor:
+    """The values (B, T) of turns at each of their tokens, (B, `width`); those of a result are its call's."""
+    spread = by_turn.new_zeros(len(samples), width)
+    for values, row, sample in zip(by_turn, spread, samples, strict=True):
+        turns = sample.episode.turns if sample.episode else []
+        for turn, start in enumerate(turns):
+            row[start : len(sample.ids)] = values[turn]
+    return spread
+
+
 def to_tensors(
     prompts: Sequence[Sequence[int]],
     samples: Sequence[Sample],
@@ -110,11 +158,20 @@ def to_tensors(
     if s.MASK_TRUNCATED:
         ended = torch.tensor([ends.has_ended(completion) for completion in samples], device=device)
         batch["completion_mask"] = batch["completion_mask"] * ended[:, None]
-    batch["num_items_in_batch"] = batch["completion_mask"].sum()
+    if episodes := [sample.episode for sample in samples if sample.episode]:
+        learned = [torch.tensor(episode.learned) for episode in episodes]
+        batch["tool_mask"] = pad_sequence(learned, True, 1).to(device)
+    batch["num_items_in_batch"] = learned_mask(batch).sum()
     if (known := [sample.logps for sample in samples if sample.logps is not None]) and len(known) == len(samples):
         logps = [torch.tensor([torch.nan if value is None else value for value in row]) for row in known]
         batch["sampling_per_token_logps"] = pad_sequence(logps, True, 0.0).to(device)
     return batch
+
+
+def learned_mask(batch: Batch) -> Tensor:
+    """(B, C): 1 for the tokens that the model wrote and learns from, 0 for padding and the results of tools."""
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
 def known_probabilities(samples: Sequence[Sample]) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from grpo.figures.verdict import loading_advice, objection
 from grpo.learn.context import RunContext
 from grpo.learn.finite import FiniteCallback
 from grpo.learn.learner import Learner
-from grpo.learn.make_sampler import make_sampler
+from grpo.learn.make_sampler import make_player, make_sampler
 from grpo.learn.scorer import Scorer
 from grpo.learn.shared_rollout import load_rollout, part_of_rollout, save_rollout
 from grpo.learn.step import Step, new_step
@@ -39,8 +40,9 @@ from grpo.output.layout import BEST
 from grpo.output.logs import EVALUATED, TRL_FIGURES, Cell, RunLog, tracker_figures
 from grpo.phases import LINE_S, Phase
 from grpo.reward.calling import Reward, RewardError
+from grpo.rollout.episodes import EpisodePlayer, check_played
 from grpo.rollout.parity import MismatchGrown
-from grpo.rollout.sampler import EndTokens, RankedSampler, Sample, rollout_sampling
+from grpo.rollout.sampler import EndTokens, RankedSampler, Sample, Sampling, rollout_sampling
 
 
 class Trainer(Learner):
@@ -126,24 +128,51 @@ class Trainer(Learner):
     def new_rollout(self, rows: Sequence[Row]) -> Step:
         """Samples and scores a completion for each of `rows`, in groups, for all steps that share them. Raises
         RewardError."""
-        prompts = self._tokenizer(text=[row.prompt for row in rows])["input_ids"]
-        ends = EndTokens(self.eos_token_ids, self._tokenizer.pad_token_id)
+        s, ends, sample, episodes = self.run.settings, self.ends, self.sample, []
+        if s.ENVIRONMENT:
+            samples = self.play(rows)
+            episodes = [sample.episode for sample in samples if sample.episode]
+            rows = [replace(row, prompt=episode.prompt) for row, episode in zip(rows, episodes, strict=True)]
+            prompts = [episode.prompt_ids for episode in episodes]
+            sample = lambda prompts: samples  # noqa: E731
+        else:
+            prompts = self._tokenizer(text=[row.prompt for row in rows])["input_ids"]
 
         def score(rows, ids):
             with self.timer.part("reward"):
-                return self.scorer.score(rows, ids, ends.stops, self.state)
+                return self.scorer.score(rows, ids, ends.stops, self.state, episodes)
 
-        return new_step(rows, prompts, self.sample, score, self.batch_logps, self.run.settings, ends)
+        return new_step(rows, prompts, sample, score, self.batch_logps, s, ends)
 
     def sample(self, prompts: Sequence[Sequence[int]]) -> list[Sample]:
         """The rollout of the next step: a completion of each prompt, which stands NUM_GENERATIONS times in a row."""
+        return self.timed_rollout(lambda sampling, group: self.sampler.sample(prompts, group, sampling))
+
+    def play(self, rows: Sequence[Row]) -> list[Sample]:
+        """Like `sample`, an episode of each row in ENVIRONMENT. Raises RewardError if no episode can be scored."""
+        samples = self.timed_rollout(lambda sampling, group: self.sampler.play(self.player, rows, group, sampling))
+        check_played(samples, self.run.settings.ENVIRONMENT)
+        return samples
+
+    def timed_rollout(self, draw: Callable[[Sampling, int], list[Sample]]) -> list[Sample]:
+        """The samples that `draw` returns, given how to draw them and the size of a group."""
         s, engine = self.run.settings, self.run.engine
         with self.timer.part("rollout"):
-            samples = self.sampler.sample(prompts, s.NUM_GENERATIONS, rollout_sampling(s, self.state.global_step))
-        self.timer.rollout_tokens = sum(len(sample.ids) for sample in samples)
+            samples = draw(rollout_sampling(s, self.state.global_step), s.NUM_GENERATIONS)
+        self.timer.rollout_tokens = sum(sample.written for sample in samples)
         if engine is not None:
             self.timer.used_gib = max(self.timer.used_gib, engine.used_gib)
         return samples
+
+    @property
+    def ends(self) -> EndTokens:
+        """The tokens that end a completion."""
+        return EndTokens(self.eos_token_ids, self._tokenizer.pad_token_id)
+
+    @property
+    def player(self) -> EpisodePlayer:
+        """What plays this process's episodes, in training and evaluation."""
+        return make_player(self.run, self.sampler.sampler, self._tokenizer, self.ends)
 
     @property
     def sampler(self) -> RankedSampler:

@@ -14,12 +14,14 @@ import sys
 import textwrap
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
 from grpo.common import log, printable
 from grpo.output.layout import LOGS, TRAINING_LOG
+from grpo.reward.episode import Episode
 from grpo.reward.scoring import Completion, completion_rates
 from grpo.settings.table import TASK_FIGURES, TASK_FILES, Settings
 from rewards import best_action
@@ -34,6 +36,8 @@ for name, row in COLUMNS["metrics.csv"].items():
 # Columns of metrics.csv that hold TRL's own metrics -> TRL's names of these.
 TRL_FIGURES: dict[str, str] = {name: row[2] for name, row in COLUMNS["metrics.csv"].items() if len(row) == 3}
 COMPLETIONS: dict[str, list[str]] = COLUMNS["completions.csv"]
+EPISODE_METRICS: dict[str, list[str]] = COLUMNS["metrics.csv of episodes"]  # Behind the others, with ENVIRONMENT.
+EPISODE_COLUMNS: dict[str, list[str]] = COLUMNS["completions.csv of episodes"]
 EVALUATED = ("heldout_reward", *TASK_FIGURES)  # These are empty in most steps.
 GENERATED = ("parse_rate", "clipped_ratio", "tokens_mean", "tokens_max")  # These are empty with DIRECT_ANSWERS.
 PROMPT = "prompt"  # The column of completions.csv that LOG_PROMPTS=1 adds: the rendered prompt.
@@ -128,6 +132,29 @@ class CsvLog:
     def end(self) -> tuple[int, str]:
         """How many bytes the log holds, and their SHA-256."""
         return self.file.tell(), self.digest.hexdigest()
+
+
+def episode_cells(episode: Episode | None) -> dict[str, Cell]:
+    """The columns of completions.csv about an episode."""
+    if episode is None:
+        return {}
+    cells: dict[str, Cell] = {"end": episode.end, "turns": len(episode.turns), "calls": episode.calls}
+    cells |= {"unread": episode.unread, "errors": episode.errors, "tool_s": f"{episode.tool_s:.3g}"}
+    return cells | {"fault": episode.fault}
+
+
+def episode_rates(episodes: Sequence[Episode]) -> dict[str, Cell]:
+    """The columns of metrics.csv about a step's episodes."""
+    if not episodes:
+        return {}
+    calls = sum(episode.calls for episode in episodes)
+    return {
+        "turns_mean": fmean(len(episode.turns) for episode in episodes),
+        "calls_mean": calls / len(episodes),
+        "call_errors": sum(episode.unread + episode.errors for episode in episodes) / calls if calls else None,
+        "tool_s_mean": fmean(episode.tool_s for episode in episodes),
+        "ends": json.dumps(Counter(episode.end for episode in episodes)),
+    }
 
 
 BOX_WIDTH = 100  # A wider box breaks in a usual terminal.
@@ -237,13 +264,17 @@ class RunLog:
         prompt_column = [PROMPT] if settings.LOG_PROMPTS else []
         is_own = ":" in (settings.REWARDS or "")
         metric_column, extra_column = ([name] if is_own else [] for name in (LOG_METRIC, LOG_EXTRA))
+        episode_metrics, episode_columns = (
+            list(columns) if settings.ENVIRONMENT else [] for columns in (EPISODE_METRICS, EPISODE_COLUMNS)
+        )
         metrics, completions = (folder / name for name in LOGS)
         figures = set(TASK_FILES[settings.TASK].get("figures", {})) if simulates else set()
         if metrics.is_file():  # A run keeps the columns that it began with.
             figures = TASK_FIGURES.keys() & read_header(metrics)
-        columns = [name for name in METRICS if name not in TASK_FIGURES or name in figures]
-        self.metrics = CsvLog(metrics, [*columns, *self.function_columns, *metric_column])
-        self.completions = CsvLog(completions, [*COMPLETIONS, *prompt_column, *self.function_columns, *extra_column])
+        names = [name for name in METRICS if name not in TASK_FIGURES or name in figures]
+        self.metrics = CsvLog(metrics, [*names, *self.function_columns, *metric_column, *episode_metrics])
+        columns = [*COMPLETIONS, *prompt_column, *self.function_columns, *extra_column, *episode_columns]
+        self.completions = CsvLog(completions, columns)
         self.mark_end()
         with metrics.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
@@ -278,12 +309,14 @@ class RunLog:
                 "truncated": None if self.direct else int(completion.truncated),
                 PROMPT: completion.row.prompt,
                 LOG_EXTRA: as_json(extra),
+                **episode_cells(completion.episode),
                 **{name: f"{score:.6g}" for name, score in zip(self.function_columns, by_function, strict=True)},
             }
             for completion, total, by_function, extra in zip(completions, totals, scores, logged.extra, strict=True)
         )
         shares = {"zero_std_fraction": zero_std_fraction, "expected_share": expected_share}
         rates: dict[str, Cell] = {**completion_rates(completions), **shares, LOG_METRIC: as_json(logged.metrics)}
+        rates |= episode_rates([completion.episode for completion in completions if completion.episode])
         if self.direct:
             rates |= dict.fromkeys(GENERATED)
         for name, values in zip(self.function_columns, zip(*scores, strict=True), strict=True):
@@ -313,6 +346,8 @@ class RunLog:
         names = ("parse_rate", "clipped_ratio", "tokens_mean", "step_s", "rollout_s", "learn_s")
         parse_rate, clipped, tokens, step_s, rollout_s, learn_s = (float(row[name] or "nan") for name in names)
         line = f"step {step}/{self.total_steps}: reward {row['reward'] or 'nan'}"
+        if row.get("ends"):
+            line += f", {row['turns_mean']} turns, ends {row['ends']}"
         if not self.direct:
             line += f", parse rate {parse_rate:.2f}, clipped {clipped:.2f}, {tokens:.0f} tokens"
         generation = "choose" if self.direct else "rollout"

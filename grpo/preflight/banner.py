@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from grpo.data.heldout import prompt_of
 from grpo.output.logs import banner_text
 from grpo.plan.engine_memory import describe_cache
 from grpo.plan.machine import Machine
@@ -185,7 +186,11 @@ def data_warnings(resolved: ResolvedRun) -> list[str]:
             "Nothing is measured, so nothing will say whether the adapter beats the base model. Held out: "
             f"{resolved.choices['heldout'].reason}. Set EVAL_DATA='...', or EVAL_SAMPLES=0 to skip this"
         )
-    trained, heldout = ({row.prompt or row.messages for row in part} for part in (rows, resolved.eval_rows))
+    episodes = bool(settings.ENVIRONMENT)  # Their rows may share a prompt and differ in what an environment gets.
+    trained, heldout = (
+        {prompt_of(row, episodes) if episodes else row.prompt or row.messages for row in part}
+        for part in (rows, resolved.eval_rows)
+    )
     if shared := len(trained & heldout):
         fault = f"{shared} of {len(heldout)} held-out prompts are in DATA as well"
         warnings.append(f"{fault}: their scores are not held out. Remove them from DATA or from the held-out rows")

@@ -26,10 +26,11 @@ from grpo.plan.vllm_model import fixed_faults, vllm_faults
 from grpo.preflight import choices
 from grpo.preflight.adapter import check_start_adapter
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, expected_reward_obstacles
+from grpo.preflight.episodes import check_environment
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
 from grpo.process.ranks import Ranks
 from grpo.reward.loading import is_by_action
-from grpo.reward.reward_checks import check_heldout, check_rewards, longest_answer_warning
+from grpo.reward.reward_checks import check_heldout, check_reward_names, check_rewards, longest_answer_warning
 from grpo.settings.environment import load_settings, unknown_variables
 from grpo.settings.parsing import show
 from grpo.settings.table import TASK_FILES, Settings
@@ -306,6 +307,10 @@ def check_rollouts(resolved: ResolvedRun, problems: Problems) -> str | None:
     check_trackers(asked, problems)
     check_top_p(asked, use_vllm, problems)
     tokenizer = resolved.files.tokenizer if resolved.files and resolved.longest_prompt else None
+    if asked.ENVIRONMENT:
+        check_environment(asked, resolved.environment, resolved.reward_specs, resolved.rows, problems)
+        check_reward_names(resolved.choices["REWARDS"].value, problems)
+        return None
     specs, garbage_warning = check_rewards(asked, resolved.choices["REWARDS"].value, resolved.rows, problems, tokenizer)
     if asked.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
         columns = column_names(resolved.rows)

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from grpo.common import Problems
+from grpo.common import Problems, split_commas
 from grpo.data.files import Row
 from grpo.data.heldout import names_single_file
+from grpo.environment.worker import Description
 from grpo.plan import memory
 from grpo.plan.machine import FLASH_PACKAGES, Machine
 from grpo.plan.memory import KEPT_SHARE, LEAST_KEPT_TOKENS, Plan, PlanInputs, free_gib
@@ -47,12 +48,12 @@ def choose_attention(requested: str, gpus: int) -> Choice[str]:
     return Choice("torch_flash", reason)
 
 
-def choose_packing(requested: str | None, attention: str, gpus: int) -> Choice[str]:
-    """PACKING, for the learner's chosen `attention`."""
+def choose_packing(requested: str | None, attention: str, gpus: int, environment: str = "") -> Choice[str]:
+    """PACKING, for the learner's chosen `attention`; `environment` is ENVIRONMENT."""
     if requested is not None:
         return Choice(requested, "set by PACKING")
-    if attention == "eager" and gpus:
-        return Choice("none", "eager attention holds all scores of a row: shorter rows need less memory")
+    if attention == "eager" and (gpus or environment):  # Eight episodes in one row took ten times as long on a CPU.
+        return Choice("none", "eager attention holds all scores of a row: shorter rows need less memory and time")
     if attention not in ATTENTION:
         return Choice("none", f"{attention} takes padded rows only")
     return Choice("prefix", "a prompt is computed once for all its completions")
@@ -160,8 +161,15 @@ def choose_generation_batch(settings: Settings, inputs: PlanInputs, plan: Plan) 
     return Choice(batch, f"{chosen} {size} {fit} in {free_memory_text(inputs.machine, share)}")
 
 
-def choose_rewards(requested: str | None, rows: Sequence[Row]) -> Choice[str]:
-    """REWARDS, by the columns of the training `rows`."""
+def choose_rewards(
+    requested: str | None, rows: Sequence[Row], environment: str = "", description: Description | None = None
+) -> Choice[str]:
+    """REWARDS, by the columns of the training `rows`, or by ENVIRONMENT and its `description`."""
+    if environment and requested is None:
+        return Choice("environment", "ENVIRONMENT rewards its episodes")
+    names = {part.partition("=")[0].strip() for part in split_commas(requested or "")}
+    if description and description.has_reward and "environment" not in names:
+        return Choice(f"{requested},environment=1", "set by REWARDS, and ENVIRONMENT rewards its episodes, as in TRL")
     if requested is not None:
         return Choice(requested, "set by REWARDS")
     file = next((row.file for row in rows if not row.q), None)
@@ -189,6 +197,8 @@ def choose_epsilon_high(settings: Settings) -> Choice[float]:
 
 def expected_reward_obstacles(settings: Settings, rows: Sequence[Row], names: Sequence[str]) -> Iterator[str]:
     """Each reason why no completion can learn from its expected reward. `names`: functions that are `is_by_action`."""
+    if settings.ENVIRONMENT:
+        yield "the rewards of calls that an episode did not make are not known"
     if not names:
         yield "no function of REWARDS depends on the answered action alone"
     file = next((row.file for row in rows if not row.rewards), None)
@@ -263,6 +273,8 @@ def choose_exact(
     if not settings.EVAL_SAMPLES:
         return Choice(False, "EVAL_SAMPLES=0")
     sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
+    if settings.ENVIRONMENT:
+        return Choice(False, f"{settings.EVAL_SAMPLES} episodes a prompt")
     if not settings.EVAL_EXACT:
         return Choice(False, f"{sampled}: EVAL_EXACT=0")
     if settings.DIRECT_ANSWERS and has_rewards and not why_sampled:

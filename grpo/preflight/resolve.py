@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.common import Problems
+from grpo.common import InputError, Problems
 from grpo.data.files import Row
 from grpo.data.heldout import Split
 from grpo.data.prepare import prepare_rows
+from grpo.environment.pool import describe_environment
+from grpo.environment.worker import Description
 from grpo.figures.text import object_at
 from grpo.output.folder import RunState, inspect_run
 from grpo.output.layout import run_folder
@@ -49,6 +51,7 @@ class Facts:
     eval_rows: list[Row]
     heldout_reason: str
     longest_prompt: int  # In tokens; 0 where no prompt could be rendered.
+    environment: Description | None  # What ENVIRONMENT offers; None without it.
 
     @property
     def config(self) -> ModelConfig | None:
@@ -79,7 +82,10 @@ def read_facts(
     versions = installed_versions([*TESTED, *TESTED_VLLM])
     if machine and machine.is_planned:  # scripts/setup.sh will install vLLM there.
         versions |= {name: oldest for name, (oldest, _) in TESTED_VLLM.items()}
-    split = prepare_rows(settings, files if has_packages(versions) else None, problems, split)
+    environment = read_environment(settings, problems) if has_packages(versions) else None
+    tools = environment.tools if environment else ()
+    has_prompts = has_packages(versions) and bool(environment) == bool(settings.ENVIRONMENT)
+    split = prepare_rows(settings, files if has_prompts else None, problems, split, tools=tools)
     adapter = read_start_adapter(settings, sources, files.config if files else None, problems)
     of_adapter = {name: "INIT_ADAPTER" for name in adapter.settings if sources[name] != "environment"}
     machine = (machine or read_machine()).limited(settings.GPU_MEM_LIMIT)
@@ -94,8 +100,22 @@ def read_facts(
         rows=split.train,
         eval_rows=split.heldout,
         heldout_reason=split.reason,
-        longest_prompt=split.longest_prompt,
+        # The text of a reset may make any prompt as long as it may be.
+        longest_prompt=settings.MAX_PROMPT_LEN if environment and split.longest_prompt else split.longest_prompt,
+        environment=environment,
     )
+
+
+def read_environment(settings: Settings, problems: Problems) -> Description | None:
+    """What ENVIRONMENT offers; None without it, or with a fault, which is added to `problems`."""
+    if not settings.ENVIRONMENT:
+        return None
+    try:
+        return describe_environment(settings.ENVIRONMENT, settings.ENV_TIMEOUT)
+    except InputError as error:
+        fix = "Name a class as module:Class, in TRL's form (docs/environments.md)"
+        problems.add(f"ENVIRONMENT={settings.ENVIRONMENT}", str(error), fix)
+        return None
 
 
 @dataclass(frozen=True)
@@ -222,7 +242,7 @@ def resolve(facts: Facts, problems: Problems) -> ResolvedRun:
 
     attention = choices.choose_attention(asked.ATTN_IMPL, machine.gpus)
     use_vllm = choices.choose_use_vllm(asked, machine.gpus, facts.versions["vllm"])
-    rewards = choices.choose_rewards(asked.REWARDS, rows)
+    rewards = choices.choose_rewards(asked.REWARDS, rows, asked.ENVIRONMENT, facts.environment)
     specs: list[tuple[str, float]] = []
     with contextlib.suppress(ValueError):  # `check_rewards` adds the problem.
         specs = reward_specs(rewards.value)
@@ -235,14 +255,14 @@ def resolve(facts: Facts, problems: Problems) -> ResolvedRun:
         "EXPECTED_REWARD": choices.choose_expected_reward(asked, rows, by_action),
         "EPSILON_HIGH": choices.choose_epsilon_high(asked),
         "ATTN_IMPL": attention,
-        "PACKING": choices.choose_packing(asked.PACKING, attention.value, machine.gpus),
+        "PACKING": choices.choose_packing(asked.PACKING, attention.value, machine.gpus, asked.ENVIRONMENT),
         "USE_VLLM": use_vllm,
         "ROLLOUT_SYNC": choices.choose_sync(asked),
     }
     prompt_len, batch = facts.longest_prompt or asked.MAX_PROMPT_LEN, recorded_batch(asked, use_vllm.value, state)
     planned, inputs, plan = plan_run(fill_in(asked, chosen), facts, prompt_len, batch)
 
-    simulator = load_simulator(asked.TASK) if facts.has_packages else None
+    simulator = load_simulator(asked.TASK) if facts.has_packages and not asked.ENVIRONMENT else None
     closed_loop = SimulationPlan()
     if simulator:
         template, own_profile = facts.files.template if facts.files else "", sources["EVAL_PROFILE"] == "environment"

@@ -19,7 +19,7 @@ from grpo.settings.table import MOST_REWARD, Settings
 
 Rewards = list[float | None]
 # The arguments that every reward function gets beside the columns.
-TRL_ARGUMENTS = RESERVED_ARGUMENTS - {"prompt", "completion", "environments"}
+TRL_ARGUMENTS = RESERVED_ARGUMENTS - {"prompt", "completion"}
 
 
 class RewardError(RuntimeError):
@@ -35,7 +35,8 @@ class Reward:
 
     def __init__(self, function: Callable[..., Any], name: str, title: str, settings: Settings):
         self.function, self.name, self.__name__, self.is_custom = function, name, title, ":" in name
-        self.options = {"invalid_reward": settings.INVALID_REWARD} if name in rewards.ACTION_REWARDS else {}
+        takes_invalid = name in rewards.ACTION_REWARDS or name == "environment"
+        self.options = {"invalid_reward": settings.INVALID_REWARD} if takes_invalid else {}
         self.positional = positional_argument(function) if self.is_custom else "completions"
 
     def __call__(self, completions: list[Any], **columns: Any) -> Rewards:

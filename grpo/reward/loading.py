@@ -71,19 +71,25 @@ def load_reward(name: str) -> Callable[..., Any]:
         if "." in name:
             raise ValueError(f"{name!r} has no colon: write {':'.join(name.rsplit('.', 1))}")
         raise ValueError(f"{name!r} is unknown (there are {', '.join(known)}{nearest_hint(name, known)})")
+    reward = load_object(name)
+    if not callable(reward):
+        raise ValueError(f"{name!r} is no function")
+    return reward
+
+
+def load_object(name: str) -> Any:
+    """What `module:name` names, from an installed package or else from the current folder. Raises ValueError."""
+    module, _, attribute = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
         check_module_file(module.partition(".")[0])
         with undisturbed(name):
-            reward = getattr(importlib.import_module(module), function)
+            return getattr(importlib.import_module(module), attribute)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # A user's module may raise anything, SystemExit included.
         raise ValueError(f"{name!r} cannot be loaded: {format_exception(error)}") from None
-    if not callable(reward):
-        raise ValueError(f"{name!r} is no function")
-    return reward
 
 
 def check_module_file(module: str) -> None:

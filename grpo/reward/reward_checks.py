@@ -34,12 +34,8 @@ def check_rewards(
 ) -> tuple[list[tuple[str, float]], str | None]:
     """Checks that the reward functions of `text` exist, that the rows hold what they need, and that garbage earns
     less than answers. Returns (name, weight) of each function, and a warning about garbage or None."""
-    try:
-        specs = reward_specs(text)
-        for name, _ in specs:
-            load_reward(name)
-    except ValueError as error:
-        problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
+    specs = check_reward_names(text, problems)
+    if not specs:
         return [], None
     problems_before = len(problems)
     check_columns({name for name, _ in specs}, rows, problems)
@@ -52,6 +48,18 @@ def check_rewards(
         problems.append(str(error))
         return [], None
     return specs, check_garbage(specs, trials, settings, problems) if has_columns else None
+
+
+def check_reward_names(text: str, problems: Problems) -> list[tuple[str, float]]:
+    """Checks that the reward functions of `text` exist. Returns (name, weight) of each; nothing if one does not."""
+    try:
+        specs = reward_specs(text)
+        for name, _ in specs:
+            load_reward(name)
+        return specs
+    except ValueError as error:
+        problems.add("REWARDS", str(error), "Write e.g. REWARDS=action,format=0.1 or REWARDS=my_module:my_function")
+        return []
 
 
 def check_heldout(

@@ -5,12 +5,13 @@ import copy
 import math
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo.data.files import Conversation, Row, reward_columns
 from grpo.harmony import assistant_turn, final_channel, parse_action
 from grpo.reward.calling import Reward, call_rewards
+from grpo.reward.episode import Episode
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Completion:
     tokens: int
     truncated: bool
     decoded: str | Conversation = ""  # the completion as TRL passes it to reward functions, see `read_completion`
+    episode: Episode | None = None  # with ENVIRONMENT
 
     @property
     def turn(self) -> str:
@@ -40,17 +42,28 @@ def read_completion(row: Row, text: str, plain: str, tokens: int, truncated: boo
 
 
 def read_completions(
-    tokenizer: Any, stops: Sequence[int], rows: Sequence[Row], completion_ids: Sequence[Sequence[int]]
+    tokenizer: Any,
+    stops: Sequence[int],
+    rows: Sequence[Row],
+    completion_ids: Sequence[Sequence[int]],
+    episodes: Sequence[Episode] = (),
 ) -> list[Completion]:
     """Decodes the completions of `rows`, with special tokens and without, by a tokenizer of transformers.
 
-    A completion is truncated if its last token is neither in `stops` nor padding: TRL's rule for its clipped ratio."""
+    A completion is truncated if its last token is neither in `stops` nor padding: TRL's rule for its clipped ratio. One
+    of `episodes` is truncated if a limit cut it, and has as many tokens as the model wrote."""
     ends = {*stops, tokenizer.pad_token_id}
     ids_lists = [list(ids) for ids in completion_ids]
     texts, plain_texts = (tokenizer.batch_decode(ids_lists, skip_special_tokens=skipped) for skipped in (False, True))
-    return [
+    completions = [
         read_completion(row, text, plain, len(ids), ids[-1] not in ends)
         for row, text, plain, ids in zip(rows, texts, plain_texts, completion_ids, strict=True)
+    ]
+    if not episodes:
+        return completions
+    return [
+        replace(completion, tokens=episode.tokens, truncated=episode.is_cut, episode=episode)
+        for completion, episode in zip(completions, episodes, strict=True)
     ]
 
 
@@ -95,9 +108,12 @@ def score(
     def arguments() -> dict[str, Any]:
         """Fresh copies of the arguments, so that a function that changes them in place does not affect the next one.
         Token ids are copied as lists of numbers, because `deepcopy` is too slow for them."""
-        shared = {name: [row.get(name) for row in cells] for name in columns}
+        shared: dict[str, Any] = {name: [row.get(name) for row in cells] for name in columns}
         shared["prompts"] = [completion.row.trl_prompt for completion in completions]
         shared["completions"] = [completion.decoded for completion in completions]
+        episodes = [completion.episode for completion in completions if completion.episode]
+        if episodes:
+            shared |= {"episodes": episodes, "environments": [episode.environment() for episode in episodes]}
         return copy.deepcopy(shared) | {
             "completion_ids": [list(tokens) for tokens in ids],
             "raw_completions": [completion.turn for completion in completions],
@@ -126,11 +142,14 @@ def partial_none_text(names: Sequence[str], scores: Sequence[Sequence[float]]) -
     )
 
 
-def is_answer(completion: Completion) -> bool:
-    """Whether a completion names an action or, if its row has no actions, whether its final channel holds text."""
+def parsed_share(completion: Completion) -> float:
+    """1 if a completion names an action or, if its row has no actions, if its final channel holds text; else 0. Of an
+    episode the share of turns that could be read."""
+    if completion.episode:
+        return completion.episode.read_share
     if completion.row.rewards:
-        return completion.action is not None
-    return bool((final_channel(completion.turn) or "").strip())
+        return float(completion.action is not None)
+    return float(bool((final_channel(completion.turn) or "").strip()))
 
 
 def completion_rates(completions: Sequence[Completion]) -> dict[str, float | None]:
@@ -141,7 +160,7 @@ def completion_rates(completions: Sequence[Completion]) -> dict[str, float | Non
     count, lengths = len(completions), [completion.tokens for completion in completions]
     best = sum(k is not None and row[k] == max(row) for row, k in acted) / count
     return {
-        "parse_rate": sum(map(is_answer, completions)) / count,
+        "parse_rate": sum(map(parsed_share, completions)) / count,
         "best_action_rate": best if any(row for row, _ in acted) else None,
         "clipped_ratio": sum(completion.truncated for completion in completions) / count,
         "tokens_mean": sum(lengths) / count,

@@ -40,6 +40,32 @@ class EngineError(RunFailure):
     label = "vLLM"
 
 
+RESTART = "Run the same command again: it continues"
+
+
+def completion_of(output: Any, with_logps: bool) -> tuple[list[int], list[float | None] | None]:
+    """The token ids of a request's completion, and the log-prob of each (None for NaN), or None without log-probs."""
+    completion = output.outputs[0]
+    ids = list(completion.token_ids)
+    if not with_logps:
+        return ids, None
+    values = [None if math.isnan(value) else value for value in completion.logprobs.logprobs]
+    if len(ids) != len(values):
+        raise RuntimeError("the engine gave another number of log-probs than of tokens")
+    return ids, values
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """A rollout makes millions of small objects that live on, and each garbage collection meanwhile visits all objects
+    of all libraries, for up to half a second."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @contextlib.contextmanager
 def engine_faults(action: str, advice: str) -> Iterator[None]:
     """Turns any exception into an EngineError with the failed `action` and `advice` for the user, because a vLLM inside
@@ -257,8 +283,16 @@ class Engine:
         passed (0: greedy) the log-probs are [], as they would not be TEMPERATURE's. Raises EngineError, after which the
         engine cannot be used. `seed` is for torch's global generator, from which vLLM draws: a generator for each
         request would cost a kernel per sequence and token."""
+        parameters = self.parameters(max_tokens, top_p, temperature)
+        with self.timed("generate"), engine_faults("generating", RESTART), without_collection():
+            torch.manual_seed(seed)
+            outputs = [completion_of(output, temperature is None) for output in self._run(prompt_ids, parameters)]
+        return [ids for ids, _ in outputs], [logps for _, logps in outputs if logps is not None]
+
+    def parameters(self, max_tokens: int | None, top_p: float | None, temperature: float | None) -> Any:
+        """vLLM's SamplingParams, see `generate`."""
         s, is_rollout = self.settings, temperature is None
-        parameters = self.sampling(
+        return self.sampling(
             n=1,
             temperature=s.TEMPERATURE if is_rollout else temperature,
             top_p=top_p or s.TOP_P,
@@ -268,21 +302,30 @@ class Engine:
             stop_token_ids=self.stop_token_ids,
             detokenize=False,
         )
-        with self.timed("generate"), engine_faults("generating", "Run the same command again: it continues"):
+
+    @contextlib.contextmanager
+    def stepping(self, seed: int) -> Iterator[None]:
+        """Inside the block `add` and `step` may be called: vLLM's own loop, which prompts may join at any step."""
+        with self.timed("generate"), without_collection():
             torch.manual_seed(seed)
-            # A rollout makes millions of small objects that live on, and each garbage collection meanwhile visits all
-            # objects of all libraries, for up to half a second.
-            gc.disable()
-            try:
-                outputs = [output.outputs[0] for output in self._run(prompt_ids, parameters)]
-                ids = [list(output.token_ids) for output in outputs]
-                token_logprobs = [output.logprobs.logprobs for output in outputs] if is_rollout else []
-                values = [[None if math.isnan(v) else v for v in row] for row in token_logprobs]
-            finally:
-                gc.enable()
-            if is_rollout and list(map(len, ids)) != list(map(len, values)):
-                raise RuntimeError("the engine gave another number of log-probs than of tokens")
-        return ids, values
+            yield
+
+    def add(self, prompt: Sequence[int], max_tokens: int, top_p: float, temperature: float | None) -> str:
+        """Adds a prompt to the engine's queue; the arguments are those of `generate`. Returns the request's id."""
+        parameters = self.parameters(max_tokens, top_p, temperature)
+        with engine_faults("adding a prompt", RESTART):
+            prompts = [{"prompt_token_ids": list(prompt)}]
+            (request,) = self.llm.enqueue(prompts, parameters, lora_request=self.request, use_tqdm=False)
+        # vLLM adds random characters to the id that it works with; its outputs have the id without them.
+        return str(request).partition("-")[0]
+
+    def step(self) -> list[tuple[str, list[int], list[float | None] | None]]:
+        """Makes one step of the engine. Returns (request, ids, log-probs) of each completion that it finished; without
+        log-probs they are None."""
+        with engine_faults("generating", RESTART):
+            finished = [output for output in self.llm.llm_engine.step() if output.finished]
+            completions = [(output, output.outputs[0].logprobs is not None) for output in finished]
+            return [(str(output.request_id), *completion_of(output, known)) for output, known in completions]
 
     def score(self, rows: TokenRows) -> list[list[float]]:
         """Log-probs of tokens 1..N-1 of each row, at temperature 1 whatever TEMPERATURE is. Rows must be short: vLLM

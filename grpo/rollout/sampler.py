@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from peft import PeftModel
@@ -23,10 +23,15 @@ from grpo.model.attention import using_attention
 from grpo.model.load import evaluating
 from grpo.phases import LINE_S, Phase
 from grpo.process.ranks import Ranks
+from grpo.reward.episode import Episode
 from grpo.rollout.decode import shared_prefill
 from grpo.rollout.direct import choose_tokens, close_answers
 from grpo.rollout.engine import Engine, gpu_used_gib
 from grpo.settings.table import Settings
+
+if TYPE_CHECKING:
+    from grpo.data.files import Row
+    from grpo.rollout.episodes import EpisodePlayer
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -43,6 +48,7 @@ class Sampling:
     max_tokens: int
     with_adapter: bool = True
     with_logps: bool = False  # Whether log-probs of the sampled tokens are wanted; only vLLM has them.
+    in_turns: bool = False  # Whether prompts go in while others are answered, as an episode's turns do.
 
 
 def rollout_sampling(s: Settings, step: int) -> Sampling:
@@ -65,6 +71,12 @@ class Sample:
     ids: list[int]  # the tokens, with the one that ends the completion
     logps: list[float | None] | None = None  # of each token after temperature, None for NaN; None: not known
     probabilities: Tensor | None = None  # (K,): of the run's actions at the only token, with DIRECT_ANSWERS
+    episode: Episode | None = None  # with ENVIRONMENT, whose tokens are all turns and results
+
+    @property
+    def written(self) -> int:
+        """The number of tokens that the model wrote."""
+        return self.episode.tokens if self.episode else len(self.ids)
 
 
 @dataclass(frozen=True)
@@ -75,38 +87,78 @@ class EndTokens:
     padding: int
 
     def has_ended(self, sample: Sample) -> bool:
-        """Whether a completion ended before MAX_COMPLETION_LEN; like TRL, which takes padding for an end too."""
+        """Whether a completion ended before MAX_COMPLETION_LEN; like TRL, which takes padding for an end too. An
+        episode ended if no limit cut it."""
+        if sample.episode:
+            return not sample.episode.is_cut
         return sample.ids[-1] in (*self.stops, self.padding)
 
 
-class Session:
-    """Prompts go in one by one, and samples come out one by one. Others may go in before the last has come out, as in
-    an episode, whose next prompt holds the last answer. A sampler gets all prompts that wait at once."""
+Limits = Sequence[int | None]  # Tokens that each answer may have; None: `max_tokens` of the Sampling.
 
-    def __init__(self, answer: Callable[[Sequence[Tokens]], Iterable[Sample]]):
+
+class Session:
+    """Prompts go in one by one, and samples come out. Others may go in before all samples are out, as in an episode,
+    whose next prompt holds the last answer. A sampler gets all prompts that wait at once."""
+
+    def __init__(self, answer: Callable[[Sequence[Tokens], Limits], Iterable[Sample]]):
         """`answer` yields a sample of each of some prompts, in order."""
         self.answer = answer
-        self.waiting: list[tuple[int, Tokens]] = []
+        self.waiting: list[tuple[int, Tokens, int | None]] = []
         self.count = 0
 
-    def submit(self, prompt: Tokens) -> int:
-        """Takes a prompt, as token ids. Returns the number under which its sample comes out."""
-        self.waiting.append((self.count, prompt))
+    def submit(self, prompt: Tokens, limit: int | None = None) -> int:
+        """Takes a prompt, as token ids, to be answered in at most `limit` tokens. Returns the number under which its
+        sample comes out."""
+        self.waiting.append((self.count, prompt, limit))
         self.count += 1
         return self.count - 1
 
-    def samples(self) -> Iterator[tuple[int, Sample]]:
-        """Yields the sample of every prompt that was submitted, also of those that are submitted meanwhile."""
-        while self.waiting:
-            numbers, prompts = zip(*self.waiting, strict=True)
-            self.waiting.clear()
-            yield from zip(numbers, self.answer(prompts), strict=True)
+    def advance(self) -> Iterable[tuple[int, Sample]]:
+        """The samples of all prompts that wait, with their numbers."""
+        if not self.waiting:
+            return []
+        numbers, prompts, limits = zip(*self.waiting, strict=True)
+        self.waiting.clear()
+        return zip(numbers, self.answer(prompts, limits), strict=True)
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether `advance` makes a step, after which others may go in, rather than all samples."""
+        return False
 
     def complete(self, prompts: Sequence[Tokens]) -> list[Sample]:
         """A sample of each prompt, in order. Equal prompts get a sample each."""
         numbers = list(map(self.submit, prompts))
-        samples = dict(self.samples())
+        samples: dict[int, Sample] = {}
+        while len(samples) < len(numbers):
+            samples |= dict(self.advance())
         return [samples[number] for number in numbers]
+
+
+class EngineSession(Session):
+    """vLLM's own loop: each `advance` is a step of the engine, and a prompt that goes in joins the next step."""
+
+    def __init__(self, engine: Engine, sampling: Sampling):
+        self.engine, self.sampling, self.numbers = engine, sampling, dict[str, int]()
+        self.count = 0
+
+    def submit(self, prompt: Tokens, limit: int | None = None) -> int:
+        sampling = self.sampling
+        temperature = None if sampling.with_logps else sampling.temperature
+        request = self.engine.add(prompt, limit or sampling.max_tokens, sampling.top_p, temperature)
+        self.numbers[request] = self.count
+        self.count += 1
+        return self.count - 1
+
+    def advance(self) -> Iterable[tuple[int, Sample]]:
+        """The samples that one more step of the engine completes, with their numbers."""
+        finished = self.engine.step() if self.numbers else []
+        return [(self.numbers.pop(request), Sample(ids, logps)) for request, ids, logps in finished]
+
+    @property
+    def is_stepwise(self) -> bool:
+        return True
 
 
 class Sampler(ABC):
@@ -134,7 +186,8 @@ class VllmSampler(Sampler):
         # After an error the engine stays as it is: the run ends, and a failed engine could not sleep anyway.
         self.engine.wake()
         self.engine.sync_weights(self.policy, sampling.with_adapter, sampling.seed)
-        yield Session(lambda prompts: engine_samples(self.engine, prompts, sampling))
+        with engine_session(self.engine, sampling) as session:
+            yield session
         self.engine.used_gib = gpu_used_gib()
         self.engine.sleep()
 
@@ -148,7 +201,18 @@ class AwakeVllmSampler(Sampler):
     @contextlib.contextmanager
     def session(self, sampling: Sampling) -> Iterator[Session]:
         self.engine.use_adapter(self.adapter if sampling.with_adapter else None)
-        yield Session(lambda prompts: engine_samples(self.engine, prompts, sampling))
+        with engine_session(self.engine, sampling) as session:
+            yield session
+
+
+@contextlib.contextmanager
+def engine_session(engine: Engine, sampling: Sampling) -> Iterator[Session]:
+    """A session with the awake engine: all prompts as one batch, or step by step where they come in turns."""
+    if not sampling.in_turns:
+        yield Session(lambda prompts, limits: engine_samples(engine, prompts, sampling))
+        return
+    with engine.stepping(sampling.seed):
+        yield EngineSession(engine, sampling)
 
 
 def engine_samples(engine: Engine, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[Sample]:
@@ -181,12 +245,13 @@ class TransformersSampler(Sampler):
         network = self.network
         attention, prefill = using_attention(network, "eager"), shared_prefill(network)
         with attention, evaluating(network), adapter_disabled(self.policy, sampling), prefill:
-            yield Session(lambda prompts: self.generate(prompts, sampling))
+            yield Session(lambda prompts, limits: self.generate(prompts, limits, sampling))
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Tokens], sampling: Sampling) -> Iterator[Sample]:
+    def generate(self, prompts: Sequence[Tokens], limits: Limits, sampling: Sampling) -> Iterator[Sample]:
         """Yields the samples of `at_once` prompts after the other."""
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": sampling.max_tokens}
+        lengths = [limit or sampling.max_tokens for limit in limits]
+        options: dict[str, Any] = {"do_sample": False}
         if sampling.temperature:
             options |= {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         options |= {"eos_token_id": self.stops, "pad_token_id": self.tokenizer.pad_token_id, "disable_compile": True}
@@ -195,9 +260,11 @@ class TransformersSampler(Sampler):
             for start in range(0, len(prompts), self.at_once):
                 rows = {"input_ids": [list(prompt) for prompt in prompts[start : start + self.at_once]]}
                 batch = self.tokenizer.pad(rows, padding_side="left", return_tensors="pt").to(self.network.device)
-                for row in model.generate(**batch, **options)[:, batch["input_ids"].shape[1] :].tolist():
+                own = lengths[start : start + self.at_once]
+                output = model.generate(**batch, **options, max_new_tokens=max(own))
+                for row, length in zip(output[:, batch["input_ids"].shape[1] :].tolist(), own, strict=True):
                     end = next((n for n, token in enumerate(row) if token in self.stops), len(row))
-                    yield Sample(row[: end + 1])
+                    yield Sample(row[: min(end + 1, length)])
                     phase.done += 1
 
 
@@ -225,7 +292,7 @@ class DirectSampler(Sampler):
     def session(self, sampling: Sampling) -> Iterator[Session]:
         torch.manual_seed(sampling.seed)
         with adapter_disabled(self.policy, sampling):
-            yield Session(lambda prompts: self.choose(prompts, sampling.temperature))
+            yield Session(lambda prompts, limits: self.choose(prompts, sampling.temperature))
 
     def choose(self, prompts: Sequence[Tokens], temperature: float) -> Iterator[Sample]:
         """Yields the answers to the prompts."""
@@ -263,6 +330,14 @@ class RankedSampler:
             for rank, part in enumerate(shared)
             for n, values in enumerate(part)
         ]
+
+    def play(self, player: EpisodePlayer, rows: Sequence[Row], group: int, sampling: Sampling) -> list[Sample]:
+        """Like `sample`, but an episode of each row; each process has environments of its own."""
+        own = self.ranks.share_out(len(rows), group)
+        seeded = replace(sampling, seed=sampling.seed + self.ranks.rank)
+        samples = player.play(rows[own.start : own.stop], seeded) if own else []
+        shared = self.ranks.share([(s.ids, s.logps, vars(s.episode)) for s in samples])
+        return [Sample(ids, logps, episode=Episode(**record)) for part in shared for ids, logps, record in part]
 
     def answer(self, prompts: Sequence[Tokens], group: int, sampling: Sampling) -> list[Sample]:
         """Like `sample`, but rank 0 calls it alone, inside `run_on_rank0`, and makes the other ranks take part."""

@@ -157,6 +157,17 @@ class Settings:
         "NUM_GENERATIONS; `auto` plans it.")
     MAX_COMPLETION_LEN: int = setting("Rollouts", 4000, "tokens", tiny=12, low=1, text=
         "Longest completion; one that reaches it counts as truncated.")
+    ENVIRONMENT: str = setting("Rollouts", "", text=
+        "Class whose public methods are tools, `module:Class` in TRL's form (docs/environments.md); each row is an "
+        "episode of several turns. Empty: a row is one answer.")
+    MAX_TURNS: int = setting("Rollouts", 32, "turns", low=1, high=10_000, text=
+        "Most turns of an episode; one that reaches it counts as truncated.")
+    MAX_TURN_LEN: int = setting("Rollouts", 0, "tokens", low=0, text=
+        "Longest turn of an episode, MAX_COMPLETION_LEN being that of the whole; 0: no limit of its own.")
+    MAX_RESULT_LEN: int = setting("Rollouts", 1000, "tokens", low=1, text=
+        "Longest result of a tool; the rest is cut off and counted in the text.")
+    ENV_TIMEOUT: float = setting("Rollouts", 30.0, "s", above=0, high=86_400, resume=True, text=
+        "Time for one answer of an environment; a later one is not waited for, and ends the episode.")
     TEMPERATURE: float = setting("Rollouts", 1.0, tiny=1.5, above=0, high=10, text=
         "Sampling temperature of the rollouts (vLLM: 0.01 to 2); the loss uses the same.")
     TOP_P: float = setting("Rollouts", 1.0, "probability", above=0, high=1, text=

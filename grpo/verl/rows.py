@@ -67,6 +67,8 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
         problems.add(f"MODEL_ID={model}", reason, "Name another model, or dequantize it: docs/verl.md")
     if settings.INVALID_REWARD is not None and settings.INVALID_REWARD != settings.INVALID_REWARD:
         problems.add("INVALID_REWARD=nan", "verl leaves no completion out", "Set a number, or unset it")
+    if settings.ENVIRONMENT:
+        problems.add("ENVIRONMENT", "verl gets rows that are one answer each", "Unset it, or run train_grpo.py")
     check_output_dir(settings, problems)
     split = prepare_rows(choose_demo(settings, sources)[0], None, problems, train_only=stage == "sft")
     rows, eval_rows, specs = as_messages(split.train, problems), [], []

@@ -21,6 +21,8 @@ on all seeds and sets.
 `mismatch` runs the mismatch check, then once more for each of a list of faults that it makes in the engine or in the
 trainer, and records what the check sees (docs/maintainers/rollouts.md, "The mismatch check").
 
+`turns` starts vLLM alone and plays 96 episodes of 24 turns of 64 tokens, then lets it write as many tokens at once.
+
 The JSON holds `command, machine, date, versions, commit, figures: [{name, value, unit, note}]`. For a command of
 docs/results that is gone, the commit that its JSON names has the code.
 """
@@ -65,6 +67,7 @@ def parse_args() -> argparse.Namespace:
     demo.add_argument("--jobs", type=int, default=2, help="seeds side by side (default %(default)s)")
     mismatch = add_command(commands, "mismatch", "vLLM against the trainer, and which faults the check finds", True)
     mismatch.add_argument("--faults", nargs="+", metavar="NAME", help="only these, in this order (default: all)")
+    add_command(commands, "turns", "episodes of 24 short turns in vLLM against one answer of as many tokens", True)
     options = parser.parse_args()
     if unknown := [name for name, _ in options.set if name not in FIELDS]:
         parser.error(f"{', '.join(unknown)}: no setting has this name (docs/settings.md)")

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, reflow
 from grpo.data.heldout import MOST_HELD_OUT
 from grpo.figures.text import markdown_table
-from grpo.output.logs import COMPLETIONS, METRICS
+from grpo.output.logs import COMPLETIONS, EPISODE_COLUMNS, EPISODE_METRICS, METRICS
 from grpo.plan.cards import (
     CARDS,
     LONG,
@@ -143,6 +143,8 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "docs/metrics.md": {
         "metrics.csv": functools.partial(columns_table, METRICS),
         "completions.csv": functools.partial(columns_table, COMPLETIONS),
+        "metrics.csv of episodes": functools.partial(columns_table, EPISODE_METRICS),
+        "completions.csv of episodes": functools.partial(columns_table, EPISODE_COLUMNS),
     },
 }
 

@@ -35,8 +35,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, in_range, reflow
-from grpo.output.layout import ADAPTER
-from grpo.output.logs import METRICS
+from grpo.output.layout import ADAPTER, LOGS
 from grpo.process.ending import run_script
 from grpo.settings.parsing import MOST_WHOLE
 from scripts.dev.strike import CASE, MOMENT, NO_SIGNAL, OPERATIONS, STRUCK, Moment, send_signal
@@ -49,6 +48,7 @@ OUTPUT, TEMPORARY = "output.txt", "tmp"  # A case's output and its TMPDIR, in it
 # What torchrun, Python's tempfile, and killed libraries such as Triton leave in TMPDIR.
 OF_OTHERS = r"torchelastic_.*|(?:tmp)?[a-z0-9_]{8}"
 LATE_S = {"kills": 120.0, "signals": 40.0}  # Seconds in which the others end after the first process.
+TIMED = ("_s", "_s_mean", "time")  # ends of the names of columns that measure time
 NOT_COMPARED = ("sha256", "seconds", "date", "machine", "command", "commit", "versions")  # keys of JSON files
 FIGURES = """{0}_cases | runs |
 {0}_signals | signals | struck them
@@ -121,11 +121,10 @@ def run_command(program: Program, case: Path, moment: Moment = NO_SIGNAL, late_s
 
 def content(path: Path, case: Path) -> object:
     """What a result of a case holds, without times and without the case's own path."""
-    if path.name == "metrics.csv":
+    if path.name in LOGS:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-        timed = {name for name in METRICS if name.endswith(("_s", "time"))}
-        return [{name: value for name, value in row.items() if name not in timed} for row in rows]
+        return [{name: value for name, value in row.items() if not name.endswith(TIMED)} for row in rows]
     if path.suffix == ".zip":
         with zipfile.ZipFile(path) as archive:
             return archive.testzip(), archive.read(f"{path.stem}/{ADAPTER}")

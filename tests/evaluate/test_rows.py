@@ -29,6 +29,7 @@ from grpo.figures.statistics import paired_difference
 from grpo.output.durable import read_json, read_sealed
 from grpo.preflight.choices import Choice
 from grpo.reward.calling import RewardError
+from grpo.settings.table import Settings
 
 HEADER = ["date", "question", "reward_action_0", "reward_action_1"]
 DAYS = 2  # of the thirty, by the hash of each
@@ -75,7 +76,7 @@ def test_the_same_day_or_prompt_in_two_files_is_one_cluster():
     ]
     undated = [dataclasses.replace(row, messages=(("user", str(row.number)),), columns={}) for row in rows]
     for cluster_rows in (rows, undated):
-        evaluation = HeldoutEvaluation(None, cluster_rows, True, [], [], [], None)
+        evaluation = HeldoutEvaluation(SimpleNamespace(settings=Settings()), cluster_rows, True, [], [], [], None)
         assert evaluation.clusters[:6] == evaluation.clusters[6:] and len(set(evaluation.clusters)) == 6
         results = {"before": {"reward_by_prompt": [0.0] * 12}, "after": {"reward_by_prompt": [*range(6)] * 2}}
         evaluation.add_differences(results)

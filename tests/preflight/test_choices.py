@@ -35,6 +35,7 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (choices.choose_attention, ("auto", 1), "torch_flash", "exact with sinks"),
     (choices.choose_attention, ("org/kernel", 1), "org/kernel", "set by ATTN_IMPL"),
     (choices.choose_packing, (None, "eager", 0), "prefix", "once for all"),
+    (choices.choose_packing, (None, "eager", 0, "shop:Shop"), "none", "all scores of a row"),
     (choices.choose_packing, (None, "eager", 1), "none", "all scores of a row"),
     (choices.choose_packing, (None, "org/kernel", 1), "none", "padded rows only"),
     (choices.choose_packing, ("prefix", "eager", 1), "prefix", "set by PACKING"),

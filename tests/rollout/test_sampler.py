@@ -1,26 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samplers: one by one, and transformers' generation against TRL's own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from engines import set_adapter
+from engines import prompts_of, set_adapter
 from trainers import make, plain_trl
 
 from grpo.data.prompts import sampling_seed
-from grpo.rollout.sampler import Sample, Session, evaluation_sampling, rollout_sampling
+from grpo.rollout.sampler import Sample, Session, VllmSampler, evaluation_sampling, rollout_sampling
 from grpo.settings.table import Settings
 
 
 def test_prompts_go_in_while_samples_come_out():
     """As in an episode, whose next turn begins when its last one has ended: each prompt here asks for a shorter one."""
     batches = []
-    session = Session(lambda prompts: batches.append(len(prompts)) or (Sample(list(prompt)) for prompt in prompts))
-    numbers, finished = [session.submit([n] * n) for n in (3, 1)], []
-    for number, sample in session.samples():
-        finished.append((number, len(sample.ids)))
-        if len(sample.ids) > 1:
-            session.submit(sample.ids[1:])
-    assert numbers == [0, 1] and finished == [(0, 3), (1, 1), (2, 2), (3, 1)] and batches == [2, 1, 1]
+
+    def answer(prompts, limits):
+        batches.append(limits)
+        return (Sample(list(prompt)) for prompt in prompts)
+
+    session, finished = Session(answer), []
+    numbers = [session.submit([n] * n, limit) for n, limit in ((3, None), (1, 5))]
+    while arrived := list(session.advance()):
+        for number, sample in arrived:
+            finished.append((number, len(sample.ids)))
+            if len(sample.ids) > 1:
+                session.submit(sample.ids[1:])
+    assert numbers == [0, 1] and finished == [(0, 3), (1, 1), (2, 2), (3, 1)]
+    assert batches == [(None, 5), (None,), (None,)]
 
 
 def test_rollouts_and_evaluations_draw_from_streams_of_their_own():
@@ -30,7 +39,7 @@ def test_rollouts_and_evaluations_draw_from_streams_of_their_own():
 
 
 def test_each_prompt_gets_a_sample_in_order():
-    session = Session(lambda prompts: (Sample([*prompt, n]) for n, prompt in enumerate(prompts)))
+    session = Session(lambda prompts, limits: (Sample([*prompt, n]) for n, prompt in enumerate(prompts)))
     assert [sample.ids for sample in session.complete([[5], [5], [7]])] == [[5, 0], [5, 1], [7, 2]]
 
 
@@ -48,3 +57,28 @@ def test_transformers_generates_as_trl_does(tiny, tmp_path, top_p):
     with plain_trl(trainer):
         theirs, _ = trainer._generate_single_turn(prompts, None, {}, 1)
     assert samples == theirs and len({*map(tuple, samples)}) == len(prompts)
+
+
+@pytest.mark.parametrize("sync", ["merge", "lora"])
+def test_vllm_steps_answer_as_its_batches_do(build, sync):
+    """Whatever finishes first, and with prompts that go in between steps; log-probs come where they are wanted."""
+    trainer = build(ROLLOUT_SYNC=sync)
+    set_adapter(trainer, 1, 1.0)
+    sampler, stub = VllmSampler(trainer.run.engine, trainer.model), trainer.run.engine.llm
+    prompts = prompts_of(trainer)[:3]
+    greedy = evaluation_sampling(trainer.run.settings, 0, greedy=True)
+    batch = sampler.sample(prompts, greedy)
+    stub.calls.clear()
+    with sampler.session(replace(greedy, in_turns=True)) as session:
+        numbers, samples = [session.submit(prompts[0]), session.submit(prompts[1], 3)], {}
+        samples |= dict(session.advance())
+        assert list(samples) == numbers[1:] and session.is_stepwise
+        numbers.append(session.submit(prompts[2]))
+        while len(samples) < 3:
+            samples |= dict(session.advance())
+        assert not session.advance(), "nothing is left"
+    assert [samples[n].ids for n in numbers] == [batch[0].ids, batch[1].ids[:3], batch[2].ids]
+    assert stub.calls.count("wake_up") == stub.calls.count("sleep") == 1 and stub.asleep
+    with sampler.session(replace(rollout_sampling(trainer.run.settings, 0), in_turns=True)) as session:
+        (sample,) = session.complete(prompts[:1])
+    assert len(sample.logps) == len(sample.ids) and samples[0].logps is None

@@ -66,9 +66,12 @@ def test_short_hours_are_spread_over_the_day_and_exact() -> None:
     assert [state.stamp.hour for _, state in short_hours(idle, rng, "full")] == [8, 9, 10, 11, 13, 14, 15, 16, 17]
 
 
+DAYS = ("tes_day_train.jsonl", "tes_day_heldout.jsonl")
+
+
 def test_the_committed_files_are_those_of_their_seed(tmp_path: Path) -> None:
     assert md.main(["--out", str(tmp_path)]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*NAMES, "profile_heldout.csv"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*NAMES, *DAYS, "profile_heldout.csv"])
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (DATA / path.name).read_bytes(), path.name
 

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays one episode with made-up calls before a run, so that a fault of ENVIRONMENT costs seconds and not hours."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from grpo.common import Problems, log
+from grpo.data.files import Row, column_names
+from grpo.environment.pool import Environment, EnvironmentPool
+from grpo.environment.worker import Description, Reply
+from grpo.harmony import answer_turn
+from grpo.reward.calling import RewardError, load_rewards
+from grpo.reward.episode import Episode
+from grpo.reward.scoring import Completion, initial_trainer_state, score
+from grpo.settings.table import Settings
+
+MADE_UP: dict[str, Any] = {"integer": 1, "number": 1.0, "string": "text", "boolean": True, "array": [], "object": {}}
+
+
+class EpisodeFault(Exception):
+    """An environment fails in the trial; the message says how."""
+
+
+def made_up_arguments(tool: dict[str, Any]) -> dict[str, Any]:
+    """An argument of the right type for each that the tool needs."""
+    parameters = tool["function"]["parameters"]
+    arguments = {}
+    for name in parameters.get("required", ()):
+        schema = parameters["properties"][name]
+        kind = schema.get("type", "string")
+        kind = kind if isinstance(kind, str) else kind[0]
+        arguments[name] = schema["enum"][0] if schema.get("enum") else MADE_UP.get(kind)
+    return arguments
+
+
+def try_episode(settings: Settings, description: Description, row: Row, wants_copy: bool) -> Episode:
+    """An episode of `row` in which each tool is called once. Raises EpisodeFault."""
+    pool = EnvironmentPool(settings.ENVIRONMENT, settings.ENV_TIMEOUT)
+
+    def ask(environment: Environment, *request: Any) -> Reply:
+        environment.ask(pool.timeout, *request)
+        replies: list[tuple[Environment, Reply]] = []
+        while not replies:
+            replies = pool.replies([environment], block=True)
+        ((_, reply),) = replies
+        if reply.failed:
+            called = f"the call of {request[1]}" if request[0] == "call" else request[0].replace("finish", "get_reward")
+            raise EpisodeFault(f"{called}: {reply.failed}")
+        return reply
+
+    with contextlib.closing(pool):
+        environment, started = pool.take(), time.monotonic()
+        ask(environment, "reset", row.reset_arguments)
+        rewards, errors = [], 0
+        for tool in description.tools[: settings.MAX_TURNS]:
+            reply = ask(environment, "call", tool["function"]["name"], made_up_arguments(tool))
+            rewards.append(reply.reward)
+            errors += reply.is_error
+            if reply.done:
+                break
+        last = ask(environment, "finish", wants_copy)
+    return Episode(
+        prompt=row.prompt,
+        prompt_ids=[],
+        learned=[],
+        turns=[0] * len(rewards),
+        turn_rewards=None if None in rewards else [value or 0.0 for value in rewards],
+        reward=last.reward,
+        end="done",
+        calls=len(rewards),
+        errors=errors,
+        tool_s=time.monotonic() - started,
+        copy=base64.b64encode(last.copy).decode(),
+    )
+
+
+def check_environment(
+    settings: Settings,
+    description: Description | None,
+    specs: Sequence[tuple[str, float]],
+    rows: Sequence[Row],
+    problems: Problems,
+) -> None:
+    """Checks settings that ENVIRONMENT excludes, plays an episode, and calls the reward functions `specs` with it."""
+    where = f"ENVIRONMENT={settings.ENVIRONMENT}"
+    if settings.DIRECT_ANSWERS:
+        problems.add("DIRECT_ANSWERS", "an episode has calls, and no single token is its answer", "Set it to 0")
+    if settings.EXPECTED_REWARD:
+        problems.add("EXPECTED_REWARD", "the rewards of calls that were not made are not known", "Set it to auto")
+    if description is None or not rows or not specs:
+        return  # This has a message of its own.
+    has_own = any(":" in name for name, _ in specs)
+    try:
+        episode = try_episode(settings, description, rows[0], has_own)
+    except EpisodeFault as error:
+        fault = f"in an episode of {rows[0].file}, row {rows[0].number}, with made-up calls, {error}"
+        problems.add(where, fault, "Correct it, or raise ENV_TIMEOUT if it only takes longer")
+        return
+    if episode.total() is None and any(name == "environment" for name, weight in specs if weight):
+        fault = "no reward arrives: it has neither `get_reward`, which returns a number, nor `step_rewards`"
+        problems.add(where, fault, "Add one of them, or let REWARDS name functions and `environment=0`")
+        return
+    completion = Completion(rows[0], answer_turn("Done."), None, 1, False, "Done.", episode)
+    try:
+        state = initial_trainer_state(settings.TOTAL_STEPS)
+        score(load_rewards(specs, settings), [completion], [[0]], column_names(rows), state)
+    except RewardError as error:
+        problems.add(where, f"{error}, in an episode with made-up calls", "Correct the function")
+    log.debug("tried %s: %d calls, %d errors", settings.ENVIRONMENT, episode.calls, episode.errors)

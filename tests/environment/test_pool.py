@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments in processes of their own: what they return, and what becomes of those that misbehave."""
+
+import pickle
+import re
+import time
+
+import pytest
+from helpers import ROOT
+from transformers.utils import get_json_schema
+from worlds import Sum
+
+from grpo.common import InputError
+from grpo.environment.pool import DIED, TIMED_OUT, EnvironmentPool, describe_environment
+
+
+@pytest.fixture
+def pool_of():
+    pools = []
+
+    def make(name, timeout=20.0):
+        pools.append(EnvironmentPool(f"worlds:{name}", timeout))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def ask(pool, environment, *request, timeout=None):
+    environment.ask(timeout or pool.timeout, *request)
+    ((answered, reply),) = pool.replies([environment], block=True)
+    assert answered is environment
+    return reply
+
+
+def test_an_episode(pool_of):
+    """Rewards of a call are what it added to `step_rewards`, a call that raised included."""
+    pool = pool_of("Sum")
+    environment = pool.take()
+    assert ask(pool, environment, "reset", {"target": 3, "prompt": "x"}).text == " Reach 3."
+    reply = ask(pool, environment, "call", "add", {"number": 1})
+    assert (reply.text, reply.reward, reply.done, reply.is_error) == ("total 1", -0.2, False, False)
+    reply = ask(pool, environment, "call", "add", {"count": 1})
+    assert reply.is_error and reply.reward == 0 and "unexpected keyword argument 'count'" in reply.text
+    assert ask(pool, environment, "call", "wait", {}).text == '{"waited": 0.0, "by": null}'
+    reply = ask(pool, environment, "call", "add", {"number": 2})
+    assert (reply.text, reply.reward, reply.done) == ("total 3", 0.0, True)
+    reply = ask(pool, environment, "finish", True)
+    assert reply.reward == 1.0 and pickle.loads(reply.copy).total == 3
+    assert not ask(pool, environment, "reset", {}).done, "constructed once, reset for each episode"
+
+
+FAILURES = [("leave", {}, DIED), ("stop", {}, "call raised SystemExit: 1"), ("wait", {"seconds": 60}, TIMED_OUT)]
+
+
+@pytest.mark.parametrize(("tool", "arguments", "failure"), FAILURES)
+def test_what_fails_is_named_and_replaced(pool_of, tool, arguments, failure):
+    pool = pool_of("Rough")
+    environment = pool.take()
+    ask(pool, environment, "reset", {})
+    assert ask(pool, environment, "call", tool, arguments, timeout=20 if tool != "wait" else 0.2).failed == failure
+    assert not environment.process.is_alive() and pool.all == set()
+    assert ask(pool, pool.take(), "reset", {}).text == " Reach 0."
+
+
+def test_a_copy_a_thread_and_megabytes_stay_there(pool_of):
+    pool = pool_of("Rough")
+    environment = pool.take()
+    ask(pool, environment, "reset", {})
+    assert ask(pool, environment, "call", "fail", {}).text == '{"error": "no such load"}'
+    assert ask(pool, environment, "call", "fork", {}).text == "x" * 1_000_000, "the copy answered"
+    assert ask(pool, environment, "call", "add", {"number": 0}).text == "total 0", "the copy answered"
+    copy = pickle.loads(ask(pool, environment, "finish", True).copy)
+    assert copy["total"] == 0 and "lock" not in copy
+
+
+def test_nobody_waits_for_the_slow(pool_of):
+    """The answers of others come while one waits, and a late one does not block."""
+    pool = pool_of("Sum")
+    slow, quick = pool.take(), pool.take()
+    for environment in (slow, quick):
+        ask(pool, environment, "reset", {})
+    slow.ask(0.5, "call", "wait", {"seconds": 60})
+    quick.ask(20, "call", "add", {"number": 1})
+    started = time.monotonic()
+    assert [environment for environment, _ in pool.replies([slow, quick], block=True)] == [quick]
+    assert pool.replies([slow], block=False) == []
+    ((_, reply),) = pool.replies([slow], block=True)
+    assert reply.failed == TIMED_OUT and time.monotonic() - started < 10
+
+
+def test_a_class_is_described_as_trl_describes_it():
+    description = describe_environment("worlds:Sum", 20)
+    schemas = [get_json_schema(getattr(Sum(), name)) for name in ("add", "wait")]
+    for schema in schemas:
+        schema["function"].pop("return", None)
+    assert (description.name, description.tools, description.has_reward) == ("Sum", schemas, True)
+
+
+FAULTS = {
+    "NoReset": "NoReset has no method `reset`",
+    "NoTool": "there is no tool to call",
+    "Untyped": "the method multiply needs types and a docstring",
+    "Umlaut": "Harmony cannot carry the tool name 'grösse'",
+    "DoneMethod": "done is a method",
+    "Missing": "'worlds:Missing' cannot be loaded: AttributeError",
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_class_that_cannot_be_used_is_refused(name):
+    with pytest.raises(InputError, match=FAULTS[name].replace("(", r"\(")):
+        describe_environment(f"worlds:{name}", 20)
+
+
+@pytest.mark.parametrize(("name", "request_", "failure"), [
+    ("IntReset", ("reset", {}), r"reset returned 3 (int), neither text nor None"),
+    ("TextReward", ("finish", False), "get_reward returned 'good', neither a finite number"),
+    ("Late", ("finish", False), TIMED_OUT),
+])  # fmt: skip
+def test_what_an_environment_returns_is_checked(pool_of, name, request_, failure):
+    pool = pool_of(name)
+    environment = pool.take()
+    if name != "IntReset":
+        ask(pool, environment, "reset", {})
+    assert ask(pool, environment, *request_, timeout=0.3 if name == "Late" else None).failed.startswith(failure)
+
+
+def test_the_example_of_the_page_plays(pool_of, tmp_path, monkeypatch):
+    """The class in docs/environments.md, as a user copies it."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/environments.md").read_text(), re.M | re.S)
+    (tmp_path / "shop.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [tool["function"]["name"] for tool in describe_environment("shop:Shop", 20).tools] == ["search", "total_is"]
+    pool = EnvironmentPool("shop:Shop", 20.0)
+    environment = pool.take()
+    ask(pool, environment, "reset", {"total": "92.5", "prompt": "What do a desk and a desk lamp cost?"})
+    assert ask(pool, environment, "call", "search", {"word": "desk"}).text == "desk lamp: 12.5; desk: 80.0"
+    assert ask(pool, environment, "call", "total_is", {"price": 92.5}).done
+    assert ask(pool, environment, "finish", False).reward == 1.0
+    pool.close()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ENVIRONMENT before a run: an episode with made-up calls is played, and each fault is named before anything loads."""
+
+import functools
+import json
+
+import pytest
+from machines import CPU, only, resolved_run
+
+from grpo.preflight.episodes import made_up_arguments
+
+
+@pytest.fixture
+def episode_run(tmp_path):
+    """Resolves a run with an environment of worlds.py on two rows."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "Add.", "target": n}) + "\n" for n in range(2)))
+    settings = {"DATA": data, "EVAL_SAMPLES": 0, "MAX_PROMPT_LEN": 900, "MAX_COMPLETION_LEN": 300}
+    return functools.partial(resolved_run, tmp_path / "run", CPU, **settings)
+
+
+def test_a_run_is_resolved(episode_run):
+    resolved = episode_run(ENVIRONMENT="worlds:Sum")
+    assert not resolved.problems
+    assert resolved.reward_specs == [("environment", 1.0)] and resolved.environment.name == "Sum"
+    assert not resolved.settings.EXPECTED_REWARD and not resolved.exact
+    assert resolved.longest_prompt == 900 and "// Adds a number.\ntype add = (" in resolved.rows[0].prompt
+
+
+def test_its_reward_comes_beside_others_as_in_trl(episode_run):
+    assert episode_run(ENVIRONMENT="worlds:Tally", REWARDS="worlds:few_digits=0.5").reward_specs == [
+        ("worlds:few_digits", 0.5),
+        ("environment", 1.0),
+    ]
+    named = episode_run(ENVIRONMENT="worlds:Tally", REWARDS="worlds:few_digits,environment=0").reward_specs
+    assert named == [("worlds:few_digits", 1.0), ("environment", 0.0)]
+
+
+FAULTS = {
+    "worlds:IntReset": "in an episode of {data}, row 1, with made-up calls, reset: reset returned 3 (int)",
+    "worlds:TextReward": "get_reward: get_reward returned 'good', neither a finite number",
+    "worlds:Late": "get_reward: it gave no answer in ENV_TIMEOUT",
+    "worlds:Unpaid": "no reward arrives: it has neither `get_reward`",
+    "worlds:Rough": "the call of leave: its process ended",
+    "worlds:NoReset": "NoReset has no method `reset`",
+    "worlds:Untyped": "the method multiply needs types",
+    "worlds:Umlaut": "Harmony cannot carry the tool name 'grösse'",
+    "nowhere:World": "'nowhere:World' cannot be loaded: ModuleNotFoundError",
+    "worlds": "'worlds' cannot be loaded",
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_named(episode_run, name):
+    problem = only(episode_run(ENVIRONMENT=name, ENV_TIMEOUT=1).problems)
+    assert problem.startswith(f"ENVIRONMENT={name}: ")
+    assert FAULTS[name].replace("{data}", "") in problem.replace(
+        problem.partition("episode of ")[2].partition(",")[0], ""
+    )
+
+
+REFUSED = [
+    ({"DIRECT_ANSWERS": 1}, "DIRECT_ANSWERS: an episode has calls"),
+    ({"EXPECTED_REWARD": 1}, "EXPECTED_REWARD: the rewards of calls that were not made are not known"),
+    ({"REWARDS": "worlds:fails"}, "REWARDS: worlds:fails raised KeyError"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_what_cannot_go_with_it_is_refused(episode_run, settings, message):
+    problems = episode_run(ENVIRONMENT="worlds:Tally", **settings).problems
+    assert [problem for problem in problems if message in problem]
+
+
+def test_a_rendered_prompt_lists_no_tools(episode_run, tmp_path):
+    rendered = "<|start|>user<|message|>Add.<|end|><|start|>assistant"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": rendered, "target": 1}) + "\n")
+    assert "the template could not list ENVIRONMENT's tools" in only(episode_run(ENVIRONMENT="worlds:Sum").problems)
+
+
+def test_made_up_arguments_have_their_types():
+    properties = {
+        "a": {"type": "integer"}, "b": {"type": "string", "enum": ["x", "y"]}, "c": {"type": ["null", "number"]},
+        "d": {}, "e": {"type": "boolean"},
+    }  # fmt: skip
+    tool = {"function": {"parameters": {"properties": properties, "required": ["a", "b", "d"]}}}
+    assert made_up_arguments(tool) == {"a": 1, "b": "x", "d": "text"}
