@@ -151,6 +151,11 @@ def memory_lines(resolved: ResolvedRun, plan: Plan) -> Iterator[tuple[str, str]]
     if plan.expert_parts > 1:
         parts = f"{plan.expert_parts} parts of a layer's experts, one after the other"
         yield "dequantized", f"{parts}: a whole layer does not fit"
+    if plan.layer_chunk:
+        text = f"{plan.layer_chunk:,} tokens at a time but for attention: more would not fit"
+        if plan.checkpoints:
+            text += f"; what their backward pass starts from waits in {plan.checkpoints:.1f} GiB of host memory"
+        yield "layers", text
     if engine := plan.engine:
         parts = f"weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f}"
         cache = describe_cache(s, engine, plan.prompt_len)

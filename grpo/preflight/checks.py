@@ -17,10 +17,11 @@ from grpo.data.prompts import count_tokens
 from grpo.output.folder import recorded_commit
 from grpo.output.layout import existing_parent
 from grpo.plan import hub, memory
+from grpo.plan.advice import BESIDE_VLLM, fitting_original, format_changes, memory_advice, without_vllm
 from grpo.plan.engine_memory import LORA_RANKS
 from grpo.plan.hub import TINY_ACTIONS, ModelConfig, ModelFiles
 from grpo.plan.machine import GIB, TESTED, Machine, check_packages, check_trackers, installed_versions
-from grpo.plan.memory import Plan, PlanInputs, format_changes, host_shortfall, memory_shortfall
+from grpo.plan.memory import Plan, PlanInputs, host_shortfall, memory_shortfall
 from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.plan.vllm_model import fixed_faults, vllm_faults
 from grpo.preflight import choices
@@ -116,7 +117,7 @@ def check_experts(
     """Checks that vLLM generates if EXPERTS makes room for it, and with EXPERTS=shared also that it runs the kernels
     whose weight layout the learner can read."""
     fault = ""
-    if settings.EXPERTS in memory.BESIDE_VLLM and not use_vllm:
+    if settings.EXPERTS in BESIDE_VLLM and not use_vllm:
         fault = f"{settings.EXPERTS} is for a run beside vLLM, which does not generate here"
     elif settings.EXPERTS == "shared":
         fault = memory.unshared_reason(settings.ROLLOUT_SYNC, config, machine)
@@ -174,7 +175,7 @@ def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: P
         if shortfall := memory_shortfall(plan, machine):
             name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
             fault = f"{machine.gpu_free:.0f} of {machine.gpu_total:.0f} GiB are free, and {shortfall} ({plan.parts})"
-            problems.add(name, fault, memory.memory_advice(settings, inputs))
+            problems.add(name, fault, memory_advice(settings, inputs))
     elif plan.weights > 4:
         fault = f"{machine.no_gpu}, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", fault, "Run it where there is an NVIDIA GPU (docs/memory.md), or try MODEL_ID=tiny")
@@ -184,9 +185,9 @@ def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: P
         problems.add("memory", fault, f"Lower MICRO_BATCH or MAX_COMPLETION_LEN{fewer}")
     if shortfall := host_shortfall(plan, machine):
         trials: list[memory.Changes] = [{"EXPERTS": kind} for kind in inputs.expert_kinds(settings)]
-        fitting = (trial for trial in [*trials, memory.without_vllm(settings)] if inputs.fits(settings, trial))
+        fitting = (trial for trial in [*trials, without_vllm(settings)] if inputs.fits(settings, trial))
         other = next((f", or set {format_changes(trial)}" for trial in fitting), "")
-        if original := memory.fitting_original(settings, inputs):
+        if original := fitting_original(settings, inputs):
             other += f", or set MODEL_ID={original} if this is a BF16 copy of it"
         problems.add("memory", shortfall, f"Free some, or take a machine with more{fewer}{other}")
 
