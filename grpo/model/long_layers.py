@@ -132,5 +132,5 @@ def backward_in_chunks(size: int, function: ByToken, gradients: Any, *inputs: Te
             outputs = function(part, *leaves)
         torch.autograd.backward(outputs, [gradient[:, part] for gradient in gradients])
         for slope, leaf in zip(slopes, leaves, strict=True):
-            slope[:, part] = leaf.grad
+            slope[:, part] = cast(Tensor, leaf.grad)
     return slopes
