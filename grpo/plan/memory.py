@@ -410,17 +410,17 @@ def memory_shortfall(plan: Plan, machine: Machine) -> str:
 
 
 def host_shortfall(plan: Plan, machine: Machine) -> str:
-    """Why host memory has no room for a plan's weights and checkpoints beside the 2 GiB that a process takes; '' if it
-    has."""
+    """Why host memory has no room for a plan's weights and layers' inputs beside the 2 GiB that a process takes."""
     needed = plan.on_host + plan.checkpoints
     if not needed or needed + 2 <= machine.ram_share:
         return ""
-    engine = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
+    holder = "sleeping engine" if plan.engine else "learner"
+    holder = f"each of {machine.here} {holder}s" if machine.here > 1 else f"the {holder}"
     if plan.paged:
-        engine += ", with paged weights,"
+        holder += ", with paged weights,"
     if plan.checkpoints:
-        engine += f" with the {plan.checkpoints:.1f} GiB that each layer's backward pass starts from"
-    return f"{engine} needs {needed + 2:.1f} GiB of host memory, {machine.ram_free:.1f} GiB are free"
+        holder += f" with the {plan.checkpoints:.1f} GiB that each layer's backward pass starts from"
+    return f"{holder} needs {needed + 2:.1f} GiB of host memory, {machine.ram_free:.1f} GiB are free"
 
 
 def bucket(length: int) -> int:

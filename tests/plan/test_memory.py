@@ -79,6 +79,8 @@ def test_layers_run_in_chunks_only_where_one_completion_does_not_fit_otherwise(f
         assert memory.memory_shortfall(plan(machine, **job, MICRO_BATCH=2), machine), "MICRO_BATCH=1 is faster"
         assert memory.memory_shortfall(plan(machine, **job, GRADIENT_CHECKPOINTING=False), machine)
     if on_host:
+        alone = plan(gpu(18.0), **job | {"EXPERTS": "mxfp4", "beside_vllm": False})
+        assert memory.host_shortfall(alone, dataclasses.replace(machine, ram_free=7.0)).startswith("the learner with")
         needed = chosen.on_host + chosen.checkpoints + 2
         assert not memory.host_shortfall(chosen, dataclasses.replace(machine, ram_free=needed + 0.01))
         short = memory.host_shortfall(chosen, dataclasses.replace(machine, ram_free=needed - 0.01))
