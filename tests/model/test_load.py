@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo.model.experts import quantized_experts
 from grpo.model.load import choose_threads, load_adapter, load_base, load_tokenizer
+from grpo.model.long_layers import LongLayer
 from grpo.model.write_checkpoint import write_json
 from grpo.output.durable import read_json
 from grpo.plan.memory import StepPlan
@@ -154,6 +155,14 @@ def test_packed_experts_are_dequantized_again_where_no_layer_is_recomputed(tiny,
     plan = StepPlan(micro_batch=1, learning=0.0, expert_parts=parts)
     modules = quantized_experts(load_base(settings, str(tiny), read_json(tiny / "config.json"), "eager", plan))
     assert modules and {(m.dequantize_again, m.parts) for m in modules} == {(parts > 1 or not checkpointing, parts)}
+
+
+@pytest.mark.parametrize(("chunk", "checkpoints"), [(0, 0.0), (8, 0.0), (8, 6.0)])
+def test_layers_run_in_chunks_as_planned(tiny, chunk, checkpoints):
+    plan = StepPlan(micro_batch=1, learning=0.0, layer_chunk=chunk, checkpoints=checkpoints)
+    layers = load_base(Settings(), str(tiny), read_json(tiny / "config.json"), "eager", plan).model.layers
+    chunked = {(layer.chunk, layer.on_host) for layer in layers if isinstance(layer, LongLayer)}
+    assert chunked == ({(chunk, checkpoints > 0)} if chunk else set())
 
 
 @pytest.mark.parametrize("value", [torch.nan, 1e38])
