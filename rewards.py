@@ -6,6 +6,7 @@ weight:
     REWARDS=cost                            # the same, not on a logarithmic scale
     REWARDS=action                          # the CSV's reward_action_k of the action that was answered
     REWARDS=action,format=0.1               # plus a tenth of a point for an answer that is exactly `[k]`
+    REWARDS=regret,overlong=0.5             # minus up to half a point for a completion near MAX_COMPLETION_LEN
     REWARDS=gsm8k                           # 1 where the number behind #### is that of the column `answer`
     REWARDS=gsm8k_strict                    # the same, only where the answer says `#### 42`
     REWARDS=environment                     # what the ENVIRONMENT of an episode gives
@@ -244,11 +245,25 @@ def environment(
     return rewards
 
 
+def overlong(
+    completions: Sequence[str], *, completion_ids: Sequence[Sequence[int]], longest: int, span: float, **columns: Column
+) -> list[float]:
+    """0.0 for a completion whose last `span` of `longest` tokens are unused, then falling to -1.0 at `longest`: a
+    policy that writes ever longer feels it before its answers are cut.
+
+    Source: DAPO's soft overlong punishment (2503.14476, equation 13, with `longest` = L_max and `span` = L_cache).
+
+    >>> overlong([""] * 4, completion_ids=[[0] * n for n in (5, 80, 90, 100)], longest=100, span=20)
+    [0.0, 0.0, -0.5, -1.0]
+    """
+    return [0.0 - min(max(len(ids) - (longest - span), 0.0) / span, 1.0) for ids in completion_ids]
+
+
 # ACTION_REWARDS score the answered action, and take INVALID_REWARD for completions without one.
 Reward = Callable[..., list[float] | list[float | None]]
 ACTION_REWARDS: dict[str, Reward] = {score.__name__: score for score in (action, best, regret, cost)}
 REWARD_FUNCTIONS: dict[str, Reward] = ACTION_REWARDS | {
-    score.__name__: score for score in (format, gsm8k, gsm8k_strict, environment)
+    score.__name__: score for score in (format, gsm8k, gsm8k_strict, environment, overlong)
 }
 
 

@@ -67,7 +67,7 @@ def learn_answers(resolved: ResolvedRun, answers: Sequence[str | None]) -> Path:
     assert files and plan  # A run that passed its checks has both.
     model_path = str(files.folder)
     tokenizer = load_tokenizer(model_path)
-    model = load_base(s, model_path, files.config, "eager", plan.expert_parts)
+    model = load_base(s, model_path, files.config, "eager", plan)
     options = sft_options(s, torch.cuda.is_available(), plan.micro_batch)
     with experts_wrapped(model):
         trainer = SFTTrainer(

@@ -149,17 +149,17 @@ class SinkAttention(torch.autograd.Function):
         shape |= {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
         out, lse = kernel.forward(q[:n], k[keys], v[keys], **shape)
         total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])  # (Hq, n)
-        out = (out * (lse - total).exp().T[..., None]).to(q.dtype)
+        out = pad((out * (lse - total).exp().T[..., None]).to(q.dtype), (0, 0, 0, 0, 0, len(q) - n))
         ctx.save_for_backward(q, k, v, out, total)
         ctx.batch, ctx.kernel, ctx.shape = batch, kernel, shape
-        return pad(out, (0, 0, 0, 0, 0, len(q) - n))
+        return out
 
     @staticmethod
     def backward(ctx, gradient):
         q, k, v, out, total = ctx.saved_tensors
         n, keys = ctx.batch.queries, ctx.batch.keys
         gradient = gradient[:n].contiguous()
-        dq, dk, dv = ctx.kernel.backward(gradient, q[:n], k[keys], v[keys], out, total.contiguous(), **ctx.shape)
+        dq, dk, dv = ctx.kernel.backward(gradient, q[:n], k[keys], v[keys], out[:n], total.contiguous(), **ctx.shape)
         # A prompt's key has a gradient from each of its completions; these are summed in float32.
         wide = torch.promote_types(k.dtype, torch.float32)
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device).index_add_(0, keys, d.to(wide)) for d in (dk, dv))

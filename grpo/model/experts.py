@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt-oss's experts: fused, frozen, and optionally kept in MXFP4."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ class QuantizedExperts(torch.nn.Module):
         super().__init__()
         # Matrix -> arguments of `dequantize_swizzled`, not as buffers, which are moved and saved with the model.
         self.shared: dict[str, tuple[Tensor, Tensor, int, int]] = {}
+        self.dequantized: dict[str, Tensor] = {}  # Matrix -> its weights, inside `dequantized_once`.
         count, hidden, inner = config.num_local_experts, config.hidden_size, config.intermediate_size
         for name, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
             if packed:
@@ -73,12 +75,27 @@ def expert_weights(module: Experts, name: str, part: slice = slice(None)) -> Ten
     that is dequantized from vLLM's tensors if `module.shared` has them, else from the module's own."""
     if hasattr(module, name):
         return getattr(module, name)[part]
+    if (weights := cast(QuantizedExperts, module).dequantized.get(name)) is not None:
+        return weights[part]
     if shared := cast(QuantizedExperts, module).shared:
         values, scales, *sizes = shared[name]
         weights = dequantize_swizzled(values[part], scales[part], *sizes)
     else:
         weights = dequantize_mxfp4(getattr(module, f"{name}_blocks")[part], getattr(module, f"{name}_scales")[part])
     return weights.to(module.gate_up_proj_bias.dtype)
+
+
+@contextlib.contextmanager
+def dequantized_once(layer: torch.nn.Module) -> Iterator[None]:
+    """Dequantize the experts of a layer for all that is computed inside the block, unless they fit only in parts."""
+    whole = [module for module in quantized_experts(layer) if module.parts == 1]
+    for module in whole:
+        module.dequantized = {name: expert_weights(module, name) for name in ("gate_up_proj", "down_proj")}
+    try:
+        yield
+    finally:
+        for module in whole:
+            module.dequantized = {}
 
 
 def dequantized_product(module: QuantizedExperts, name: str, rows: Tensor, offs: Tensor, backward: bool) -> Tensor:

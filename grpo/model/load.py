@@ -25,9 +25,11 @@ from grpo.common import format_exception, log
 from grpo.model.attention import install_attention, unwrap_peft
 from grpo.model.experts import EXPERTS_IMPLEMENTATION, QuantizedExperts, expert_weights, quantized_experts
 from grpo.model.head import install_float32_head
+from grpo.model.long_layers import chunk_layers
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import count_parameters, has_mxfp4
 from grpo.plan.machine import Machine
+from grpo.plan.memory import StepPlan
 from grpo.plan.tensors import weight_files
 from grpo.process.ending import UnloadableModel
 from grpo.settings.table import Settings
@@ -184,27 +186,29 @@ def in_compute_dtype(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_base(
-    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str, expert_parts: int = 1
+    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str, plan: StepPlan
 ) -> PreTrainedModel:
-    """The base model to train an adapter on, which dequantizes packed experts in `expert_parts` parts. PEFT writes its
+    """The base model to train an adapter on, which computes in the parts and chunks of the `plan`. PEFT writes its
     `name_or_path` into adapter_config.json."""
     model = in_compute_dtype(load_model(model_path, config, attention, settings.EXPERTS or "bf16"))
     model.name_or_path = model_path if settings.MODEL_ID == "tiny" else settings.MODEL_ID
     for module in quantized_experts(model):
-        module.parts = expert_parts
-        module.dequantize_again = expert_parts > 1 or settings.GRADIENT_CHECKPOINTING is False
+        module.parts = plan.expert_parts
+        module.dequantize_again = plan.expert_parts > 1 or settings.GRADIENT_CHECKPOINTING is False
+    if plan.layer_chunk:
+        chunk_layers(model, plan.layer_chunk, on_host=plan.checkpoints > 0)
     return model
 
 
 def load_to_train(
-    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str, expert_parts: int
+    settings: Settings, model_path: str, config: Mapping[str, Any], attention: str, plan: StepPlan
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """The tokenizer and `load_base` for a run. Raises UnloadableModel, whose message is one line; the traceback goes to
     training.log."""
     try:
         with Phase("loading the model") as phase:
             tokenizer = load_tokenizer(model_path)
-            model = load_base(settings, model_path, config, attention, expert_parts)
+            model = load_base(settings, model_path, config, attention, plan)
             phase.result = f"{model.num_parameters() / 1e6:.2f}M parameters on {model.device}"
     except torch.OutOfMemoryError:
         raise

@@ -247,9 +247,13 @@ class Pace:
         """The time left as text, such as `about 1 h 40 min left`; empty if it is not known."""
         if math.isnan(seconds := self.seconds_left(step)):
             return ""
-        hours, minutes = divmod(round(seconds / 60), 60)
-        duration = f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
-        return f"about {duration} left"
+        return f"about {rounded_duration(seconds)} left"
+
+
+def rounded_duration(seconds: float) -> str:
+    """`1 h 40 min`, `3 min` or `20 s`."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
 
 
 class RunLog:

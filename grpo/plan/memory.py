@@ -2,15 +2,15 @@
 """Plans the memory of a run and, from it, its batch sizes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo.plan.engine_memory import SWIZZLED, SWIZZLED_AT_ONCE, EnginePlan, plan_engine
-from grpo.plan.hub import ORIGINALS, ModelConfig, count_parameters, expert_elements, has_mxfp4, packed_gib
+from grpo.plan.hub import ModelConfig, count_parameters, expert_elements, has_mxfp4, packed_gib
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import adapter_parameters, expert_words, target_matrices
-from grpo.settings.parsing import show
 from grpo.settings.table import Settings
 
 Changes = Mapping[str, str | bool | None]  # New values of some settings, by name.
@@ -42,6 +42,8 @@ class StepPlan:
     micro_batch: int
     learning: float
     expert_parts: int = 1  # Parts in which a layer's packed experts are dequantized, one after the other.
+    layer_chunk: int = 0  # Tokens that a layer's experts, norms and projections compute at a time; 0: all of them.
+    checkpoints: float = 0.0  # What each layer's backward pass starts from, where that waits in host memory.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,9 @@ GPU_SHARE, CPU_SHARE = 0.9, 0.5
 # fill the H100: 13,000 in 76% of its memory took as long as 10,000 in 64%, 15,000 in 87% longer than without.
 KEPT_SHARE, LEAST_KEPT_TOKENS, MOST_KEPT_TOKENS = 0.7, 8_500, 16_000
 MICRO_BATCH_TOKENS = 50_000  # Micro-batches with more tokens are not faster per token.
-BESIDE_VLLM = ("shared", "paged")  # Values of EXPERTS that make room for vLLM.
+# Tokens of a layer's chunk. Fewer keep a GPU less busy: an H100 took 0.67, 1.63 and 5.94 ms for the products of 2,048,
+# 8,192 and 32,768 tokens. More take memory that a card of 24 GB does not have.
+LAYER_CHUNK = 4096
 HEAD_ROWS, HEAD_TILE = 4096, 16384  # Tokens and vocabulary entries in a tile of logits: 256 MiB, as TRL's of BF16.
 # A communicator's buffers grow with the bandwidth between the GPUs: users report 1.6 GB
 # (https://github.com/NVIDIA/nccl/issues/864), and 0.5 to 0.7 on A100s (.../964). We have not measured them.
@@ -171,8 +175,23 @@ def dequantized_gib(settings: Settings, config: ModelConfig, parts: int) -> floa
     return layer if parts == 1 else layer * 2 / 3 / parts
 
 
-def learning_gib(settings: Settings, inputs: PlanInputs, completions: int, parts: int = 1) -> float:
-    """GiB beside the weights for learning from a micro-batch of `completions`; `parts` as in `dequantized_gib`."""
+def chunked_bytes(config: ModelConfig) -> tuple[int, int]:
+    """Bytes of a token in the backward pass of a layer that runs in chunks (grpo/model/long_layers.py), beside those of
+    a chunk's tokens: while a chunk is computed, and in attention's own backward pass."""
+    hidden, projected = config["hidden_size"], attention_elements(config)
+    by_head, keys = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    # Layer input, both gradients; queries, keys, values; attention's result and its gradient.
+    held = 2 * (3 * hidden + projected + 2 * by_head)
+    # Keys and values gathered and their gradients, in float32 too. In the kernel: the queries' gradient, in float32
+    # too, and those of keys and values for each head of the queries.
+    return held, held + 16 * keys + 2 * by_head * (1 + 2 + 2)
+
+
+def learning_gib(
+    settings: Settings, inputs: PlanInputs, completions: int, parts: int = 1, chunk: int = 0, on_host: bool = False
+) -> float:
+    """GiB beside the weights for learning from a micro-batch of `completions`; `parts` as in `dequantized_gib`.
+    `chunk`: tokens that a layer computes at a time but for attention; `on_host`: layers' inputs are in host memory."""
     config, prompt_len, layer = inputs.config, inputs.prompt_len, dequantized_gib(settings, inputs.config, parts)
     layers, hidden, top = config["num_hidden_layers"], config["hidden_size"], config["num_experts_per_tok"]
     tokens = bucket(micro_batch_tokens(settings, completions, prompt_len, inputs.share_prompts))
@@ -185,7 +204,7 @@ def learning_gib(settings: Settings, inputs: PlanInputs, completions: int, parts
     per_token = 2 * top * (4 * config["intermediate_size"] + 3 * hidden) + 8 * attention_elements(config) + 16 * hidden
     if expert_words(settings.LORA_TARGETS):  # The inputs of both products, and the adapter's part of the results.
         per_token += 2 * top * (3 * config["intermediate_size"] + 2 * hidden)
-    saved = tokens * hidden * 2 * layers
+    saved = tokens * hidden * 2 * (2 if on_host else layers)  # With `on_host` only the last states and their gradient.
     if settings.GRADIENT_CHECKPOINTING is False:
         # For each token autograd saves the results of both products, queries, keys, values, the attention's result, and
         # the norms' inputs (in float32 too) and results: half of the peak of one layer's backward pass.
@@ -196,11 +215,24 @@ def learning_gib(settings: Settings, inputs: PlanInputs, completions: int, parts
         saved = (tokens * saved_per_token + scores) * layers
     completion_tokens = completions * settings.MAX_COMPLETION_LEN
     tile = min(completion_tokens, HEAD_ROWS) * min(config["vocab_size"], HEAD_TILE) * 6  # float32, and BF16 gradients
-    head = tile + (tokens * 2 + completion_tokens * 8) * hidden
+    # The last norm's input in float32 counts where layers take so little that the head may take more.
+    head = tile + (tokens * (6 if chunk else 2) + completion_tokens * 8) * hidden
     # The largest tensor once more, as an allowance for free blocks that torch's allocator cannot join: 12 x 32
     # completions on an H100 took 3 GiB more than the rest (docs/results/experts-shared-384-recomputed-h100.json).
-    apart = tokens * top * 2 * config["intermediate_size"] * 2
-    return layer + (saved + max(tokens * per_token + scores, head) + apart) / GIB + 0.1
+    apart = top * 2 * config["intermediate_size"] * 2
+    if 0 < chunk < tokens:
+        held, attention = chunked_bytes(config)
+        per_token -= 8 * attention_elements(config)  # Attention is not computed by chunk.
+        experts = tokens * held + chunk * (per_token + apart) + layer * GIB
+        return (saved + max(experts, tokens * attention + scores, head)) / GIB + 0.1
+    return layer + (saved + max(tokens * per_token + scores, head) + tokens * apart) / GIB + 0.1
+
+
+def checkpoints_gib(settings: Settings, inputs: PlanInputs) -> float:
+    """GiB of host memory for the layers' inputs of one completion. torch pins blocks whose sizes are powers of two."""
+    tokens = bucket(inputs.prompt_len + settings.MAX_COMPLETION_LEN)
+    block = 2 ** math.ceil(math.log2(tokens * inputs.config["hidden_size"] * 2))
+    return float(inputs.config["num_hidden_layers"] * block / GIB)
 
 
 def generation_gib(settings: Settings, inputs: PlanInputs, completions: int, parts: int = 1) -> float:
@@ -303,7 +335,23 @@ def plan_step(settings: Settings, inputs: PlanInputs, room: float, learning_room
     parts = choose_expert_parts(settings, inputs, sizes, room)
     size = settings.MICRO_BATCH or largest_micro_batch(settings, inputs, sizes, parts, learning_room) or 1
     size = min(size, rank_completions(settings, inputs.machine))
-    return StepPlan(micro_batch=size, learning=learning_gib(settings, inputs, size, parts), expert_parts=parts)
+    step = StepPlan(micro_batch=size, learning=learning_gib(settings, inputs, size, parts), expert_parts=parts)
+    if size > 1 or step.learning <= learning_room or not may_chunk(settings, inputs):
+        return step
+    # Not even one completion fits. Elsewhere a smaller MICRO_BATCH does, which is faster and the same bit by bit.
+    chunked = functools.partial(learning_gib, settings, inputs, 1, parts, LAYER_CHUNK)
+    step = dataclasses.replace(step, learning=chunked(), layer_chunk=LAYER_CHUNK)
+    if step.learning <= learning_room:
+        return step
+    return dataclasses.replace(step, learning=chunked(on_host=True), checkpoints=checkpoints_gib(settings, inputs))
+
+
+def may_chunk(settings: Settings, inputs: PlanInputs) -> bool:
+    """Whether layers can run in chunks: on a GPU, where one completion has more tokens than a chunk and activations are
+    recomputed, without dropout, which would draw other numbers each time."""
+    recomputed = settings.GRADIENT_CHECKPOINTING is not False and not settings.LORA_DROPOUT
+    is_long = inputs.prompt_len + settings.MAX_COMPLETION_LEN > LAYER_CHUNK
+    return bool(inputs.machine.gpus) and recomputed and is_long
 
 
 def keep_engine_awake(engine: EnginePlan | None, room: float) -> EnginePlan | None:
@@ -362,55 +410,17 @@ def memory_shortfall(plan: Plan, machine: Machine) -> str:
 
 
 def host_shortfall(plan: Plan, machine: Machine) -> str:
-    """Why host memory has no room for a plan's weights beside the 2 GiB that a process takes; '' if it has."""
-    if not plan.on_host or plan.on_host + 2 <= machine.ram_share:
+    """Why host memory has no room for a plan's weights and layers' inputs beside the 2 GiB that a process takes."""
+    needed = plan.on_host + plan.checkpoints
+    if not needed or needed + 2 <= machine.ram_share:
         return ""
-    engine = f"each of {machine.here} sleeping engines" if machine.here > 1 else "the sleeping engine"
+    holder = "sleeping engine" if plan.engine else "learner"
+    holder = f"each of {machine.here} {holder}s" if machine.here > 1 else f"the {holder}"
     if plan.paged:
-        engine += ", with paged weights,"
-    return f"{engine} needs {plan.on_host + 2:.1f} GiB of host memory, {machine.ram_free:.1f} GiB are free"
-
-
-def without_vllm(settings: Settings) -> Changes:
-    """The changes that turn vLLM off; EXPERTS changes too if its value makes sense only beside vLLM."""
-    return {"EXPERTS": "mxfp4", "USE_VLLM": False} if settings.EXPERTS in BESIDE_VLLM else {"USE_VLLM": False}
-
-
-def format_changes(changes: Changes) -> str:
-    """The changes as a user would set them: `NAME=VALUE and NAME=VALUE`."""
-    return " and ".join(f"{name}={show(value)}" for name, value in changes.items())
-
-
-def fitting_original(settings: Settings, inputs: PlanInputs) -> str | None:
-    """The model with MXFP4 experts that fits, if this one has its shape and no packed experts; None otherwise."""
-    config = inputs.config
-    if has_mxfp4(config):
-        return None
-    packed = dataclasses.replace(inputs, config={**config, "quantization_config": {"quant_method": "mxfp4"}})
-    kinds = packed.expert_kinds(settings)
-    fits = any(packed.fits(settings, {"EXPERTS": kind}) for kind in kinds)
-    return ORIGINALS.get((config["num_hidden_layers"], config["num_local_experts"])) if fits else None
-
-
-def memory_advice(settings: Settings, inputs: PlanInputs) -> str:
-    """Advice for a run that does not fit the GPU: the model that a BF16 checkpoint may be a copy of if that fits, and
-    every single change of the settings that makes it fit, or else all of them."""
-    original, advice = fitting_original(settings, inputs), ""
-    if original:
-        advice = f"If this is a BF16 copy of it, set MODEL_ID={original}: its MXFP4 experts fit. "
-    trials: list[Changes] = [{"VLLM_GPU_MEM": None}, {"GRADIENT_CHECKPOINTING": True}]
-    trials += [{"GENERATION_BATCH": None}, {"MICRO_BATCH": None}]
-    if packed := [kind for kind in inputs.expert_kinds(settings) if kind != "bf16"]:
-        fitting = [kind for kind in packed if inputs.fits(settings, {"EXPERTS": kind})]
-        trials.append({"EXPERTS": fitting[0] if fitting else "mxfp4"})
-    trials.append(without_vllm(settings))
-    trials = [trial for trial in trials if any(value != getattr(settings, name) for name, value in trial.items())]
-    together = {name: value for trial in trials for name, value in trial.items()}
-    beside_vllm = {name: value for trial in trials[:-1] for name, value in trial.items()}
-    for candidates in (trials, [beside_vllm], [together]):
-        if remedies := [format_changes(trial) for trial in candidates if inputs.fits(settings, trial)]:
-            return f"{advice}With all else as set, {' or '.join(remedies)} fits"
-    return f"{advice}Free some memory (nvidia-smi names its users), lower MAX_COMPLETION_LEN, or rent a larger GPU"
+        holder += ", with paged weights,"
+    if plan.checkpoints:
+        holder += f" with the {plan.checkpoints:.1f} GiB that each layer's backward pass starts from"
+    return f"{holder} needs {needed + 2:.1f} GiB of host memory, {machine.ram_free:.1f} GiB are free"
 
 
 def bucket(length: int) -> int:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo.data.heldout import prompt_of
-from grpo.output.logs import banner_text
-from grpo.plan.engine_memory import describe_cache
+from grpo.output.logs import banner_text, rounded_duration
+from grpo.plan.engine_memory import EnginePlan, decoding_s, describe_cache
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan
 from grpo.plan.targets import target_lines
@@ -136,7 +136,19 @@ def evaluation_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     kind = "exact" if exact.value else "sampled"
     steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not during training"
     yield "evaluation", f"{kind} at {s.EVAL_TEMPERATURE:g}, {exact.reason}; {steps}"
+    if not exact.value and resolved.plan and (engine := resolved.plan.engine):
+        yield "evaluations", evaluation_time(resolved, engine)
     yield "best adapter", f"by {with_reason(best_by)}"
+
+
+def evaluation_time(resolved: ResolvedRun, engine: EnginePlan) -> str:
+    """Says how long the evaluations of held-out rows by vLLM may take."""
+    s, rows = resolved.settings, -(-len(resolved.eval_rows) // resolved.machine.ranks)
+    sampled, greedy = (decoding_s(engine, rows * n, s.MAX_COMPLETION_LEN) for n in (s.EVAL_SAMPLES, 1))
+    times = 2 + bool(s.INIT_ADAPTER) + ((s.TOTAL_STEPS - 1) // s.EVAL_STEPS if s.EVAL_STEPS else 0)
+    text = f"{times} sampled and 2 greedy ones take at most {rounded_duration(times * sampled + 2 * greedy)}, "
+    text += f"{rounded_duration(sampled)} and {rounded_duration(greedy)} each"
+    return f"{text}, if an H200 writes completions of {s.MAX_COMPLETION_LEN:,} tokens (gpt-oss-20b)"
 
 
 def processes_text(resolved: ResolvedRun) -> str:
@@ -155,6 +167,11 @@ def memory_lines(resolved: ResolvedRun, plan: Plan) -> Iterator[tuple[str, str]]
     if plan.expert_parts > 1:
         parts = f"{plan.expert_parts} parts of a layer's experts, one after the other"
         yield "dequantized", f"{parts}: a whole layer does not fit"
+    if plan.layer_chunk:
+        text = f"{plan.layer_chunk:,} tokens at a time but for attention: more would not fit"
+        if plan.checkpoints:
+            text += f"; what their backward pass starts from waits in {plan.checkpoints:.1f} GiB of host memory"
+        yield "layers", text
     if engine := plan.engine:
         parts = f"weights {engine.weights:.1f} + scratch {engine.scratch:.1f} + cache {engine.cache:.1f}"
         cache = describe_cache(s, engine, plan.prompt_len)

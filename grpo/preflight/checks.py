@@ -17,10 +17,11 @@ from grpo.data.prompts import count_tokens
 from grpo.output.folder import recorded_commit
 from grpo.output.layout import existing_parent
 from grpo.plan import hub, memory
+from grpo.plan.advice import BESIDE_VLLM, fitting_original, format_changes, memory_advice, without_vllm
 from grpo.plan.engine_memory import LORA_RANKS
 from grpo.plan.hub import TINY_ACTIONS, ModelConfig, ModelFiles
 from grpo.plan.machine import GIB, TESTED, Machine, check_compiler, check_packages, check_trackers, installed_versions
-from grpo.plan.memory import Plan, PlanInputs, format_changes, host_shortfall, memory_shortfall
+from grpo.plan.memory import Plan, PlanInputs, host_shortfall, memory_shortfall
 from grpo.plan.targets import check_targets, expert_words, target_lines
 from grpo.plan.vllm_model import fixed_faults, vllm_faults
 from grpo.preflight import choices
@@ -117,7 +118,7 @@ def check_experts(
     """Checks that vLLM generates if EXPERTS makes room for it, and with EXPERTS=shared also that it runs the kernels
     whose weight layout the learner can read."""
     fault = ""
-    if settings.EXPERTS in memory.BESIDE_VLLM and not use_vllm:
+    if settings.EXPERTS in BESIDE_VLLM and not use_vllm:
         fault = f"{settings.EXPERTS} is for a run beside vLLM, which does not generate here"
     elif settings.EXPERTS == "shared":
         fault = memory.unshared_reason(settings.ROLLOUT_SYNC, config, machine)
@@ -174,7 +175,7 @@ def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: P
     if machine.gpus:
         if shortfall := memory_shortfall(plan, machine):
             name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
-            advice = memory.memory_advice(settings, inputs)
+            advice = memory_advice(settings, inputs)
             if machine.gpu_limit is not None:
                 advice = f"Raise GPU_MEM_LIMIT if the GPU has room. {advice}"
             problems.add(name, f"{machine.gpu_memory_text}, and {shortfall} ({plan.parts})", advice)
@@ -187,9 +188,9 @@ def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: P
         problems.add("memory", fault, f"Lower MICRO_BATCH or MAX_COMPLETION_LEN{fewer}")
     if shortfall := host_shortfall(plan, machine):
         trials: list[memory.Changes] = [{"EXPERTS": kind} for kind in inputs.expert_kinds(settings)]
-        fitting = (trial for trial in [*trials, memory.without_vllm(settings)] if inputs.fits(settings, trial))
+        fitting = (trial for trial in [*trials, without_vllm(settings)] if inputs.fits(settings, trial))
         other = next((f", or set {format_changes(trial)}" for trial in fitting), "")
-        if original := memory.fitting_original(settings, inputs):
+        if original := fitting_original(settings, inputs):
             other += f", or set MODEL_ID={original} if this is a BF16 copy of it"
         problems.add("memory", shortfall, f"Free some, or take a machine with more{fewer}{other}")
 

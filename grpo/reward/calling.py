@@ -27,16 +27,20 @@ class RewardError(RuntimeError):
 
 
 class Reward:
-    """A function of REWARDS, `async` or not, called `title` in the logs. It passes INVALID_REWARD on and raises
-    RewardError for any error.
+    """A function of REWARDS, `async` or not, called `title` in the logs. It passes on the settings that the
+    project's own functions need, and raises RewardError for any error.
 
     A user's function is called by keyword as in TRL. The project's own functions, and a user's function whose first
     argument has a name that neither TRL nor a column uses, get completions with special tokens as first argument."""
 
     def __init__(self, function: Callable[..., Any], name: str, title: str, settings: Settings):
         self.function, self.name, self.__name__, self.is_custom = function, name, title, ":" in name
-        takes_invalid = name in rewards.ACTION_REWARDS or name == "environment"
-        self.options = {"invalid_reward": settings.INVALID_REWARD} if takes_invalid else {}
+        self.options: dict[str, float | None] = {}
+        if name in rewards.ACTION_REWARDS or name == "environment":
+            self.options["invalid_reward"] = settings.INVALID_REWARD
+        if name == "overlong":
+            longest = settings.MAX_COMPLETION_LEN
+            self.options |= {"longest": longest, "span": settings.OVERLONG_SHARE * longest}
         self.positional = positional_argument(function) if self.is_custom else "completions"
 
     def __call__(self, completions: list[Any], **columns: Any) -> Rewards:

@@ -67,6 +67,8 @@ ADVICE = {
     "set GRADIENT_CHECKPOINTING=0": "DISABLE_GRADIENT_CHECKPOINTING",
     "name its files in DATA, such as 'days/*.csv'": "DATA_DIR",
     "set REWARDS=action for the file's reward_action_k, or regret for q_action_k": "Q_REWARD_MODE Q_TEMPERATURE",
+    "add `overlong` to REWARDS and set OVERLONG_SHARE to {} / MAX_COMPLETION_LEN":
+        "OVERLONG_BUFFER_LEN SOFT_PUNISH_CACHE",
     "set SCALE_REWARDS=group for true, none for false": "NORM_ADV_BY_STD_IN_GRPO",
     "set LOSS_TYPE=bnpo for token-mean, grpo for seq-mean-token-mean, dr_grpo for seq-mean-token-sum-norm":
         "LOSS_AGG_MODE",

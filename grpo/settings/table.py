@@ -108,12 +108,14 @@ class Settings:
         "Longest prompt that is accepted; a longer one is an error, never cut.")
 
     REWARDS: str | None = setting("Rewards", None, text=
-        "Reward functions, `name=weight,...`: regret, cost, action, best, format, gsm8k, gsm8k_strict, "
+        "Reward functions, `name=weight,...`: regret, cost, action, best, format, gsm8k, gsm8k_strict, overlong, "
         "or `module:function`; `auto`: regret if every training row has q_action_k, else action.")
     INVALID_REWARD: float | None = setting(
         "Rewards", None, "reward", low=-MOST_REWARD, high=MOST_REWARD, nan=True, text=
         "Reward of an answer that cannot be parsed; `auto`: a tenth of the row's range below its worst action; `nan` "
         "leaves it out of its group.")
+    OVERLONG_SHARE: float = setting("Rewards", 0.2, "share", above=0, high=1, text=
+        "Last part of MAX_COMPLETION_LEN over which the reward `overlong` falls from 0 to -1.")
     SCALE_REWARDS: str | None = setting("Rewards", None, choices=("group", "batch", "none"), text=
         "Divide advantages by the standard deviation of the group, of the batch, or not at all; `auto`: group.")
     EXPECTED_REWARD: bool | None = setting("Rewards", None, text=

@@ -9,6 +9,7 @@ whole. tests/test_docs.py compares them.
 """
 
 import argparse
+import bisect
 import functools
 import json
 import sys
@@ -70,14 +71,29 @@ def recorded_values(name: str) -> dict[str, float]:
     return {figure["name"]: figure["value"] for figure in record["figures"]}
 
 
+def card_inputs(card: Card) -> PlanInputs:
+    """What the plan of a run on a card depends on."""
+    machine = Machine(card.label, 1, card.free, card.free, RAM, 16, card.arch, card.capability)
+    return PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
+
+
 def plan_for_card(card: Card, length: int) -> tuple[Settings, Plan]:
     """The settings that `auto` chooses on a card for completions of `length` tokens, and their plan."""
-    machine = Machine(card.label, 1, card.free, card.free, RAM, 16, card.arch, card.capability)
-    inputs = PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
+    inputs = card_inputs(card)
     settings = Settings(ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=length)
     settings = replace(settings, EXPERTS=choose_experts(settings, inputs).value)
     settings = replace(settings, GRADIENT_CHECKPOINTING=choose_checkpointing(settings, inputs).value)
     return settings, plan_memory(settings, inputs)
+
+
+def longest_completion(settings: Settings, inputs: PlanInputs) -> int:
+    """The most tokens, a multiple of 1,024, that fit behind the longest prompt into memory and the model's context."""
+
+    def fits(length: int) -> bool:
+        return inputs.fits(settings, {"MAX_COMPLETION_LEN": length, "GRADIENT_CHECKPOINTING": True})
+
+    lengths = range(1024, REAL_CONFIG["max_position_embeddings"] - PROMPT_TOKENS + 1, 1024)
+    return lengths[bisect.bisect_left(lengths, True, key=lambda length: not fits(length)) - 1]
 
 
 def fitting_cards() -> str:
@@ -88,9 +104,10 @@ def fitting_cards() -> str:
         assert settings.EXPERTS == same.EXPERTS, f"{card}: EXPERTS depends on the length, which the table cannot show"
         seconds = [f"{card.measured[length].step:.1f}" if length in card.measured else "" for length in LENGTHS]
         peaks = [f"{plan.peak:.0f}" for plan in (short, long)]
-        rows.append([card.label, f"`{settings.EXPERTS}`", *peaks, *seconds])
+        longest = f"{longest_completion(settings, card_inputs(card)):,}"
+        rows.append([card.label, f"`{settings.EXPERTS}`", *peaks, *seconds, longest])
     measures = [f"{measure}, {length:,} tokens" for measure in ("GiB", "s a step") for length in LENGTHS]
-    return table(["Card", "`EXPERTS`", *measures], rows)
+    return table(["Card", "`EXPERTS`", *measures, "longest completion, planned"], rows)
 
 
 def picture_of_a_run() -> str:

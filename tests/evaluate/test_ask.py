@@ -63,7 +63,7 @@ def test_one_prompt(adapter, capsys, monkeypatch):
 def test_a_question_is_asked_as_the_run_asked(adapter):
     """Inside its PROMPT_TEMPLATE."""
     write_record(adapter, PROMPT_TEMPLATE="Before. {} After.")
-    _, _, (row,) = prepare(ask.parse_args([str(adapter), "How much?"]))
+    _, _, (row,), _ = prepare(ask.parse_args([str(adapter), "How much?"]))
     assert row.messages[-1] == ("user", "Before. How much? After.") and "Before. How much? After." in row.prompt
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SFT, then GRPO, as a user starts them. Run: python -m pytest tests/learn/test_sft.py"""
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -91,14 +90,13 @@ def test_only_the_answer_has_labels(tiny):
         assert tokenizer.decode([label for label in labels if label != -100]) == answer
 
 
-def test_sft_dequantizes_experts_in_as_many_parts_as_planned(tmp_path, monkeypatch):
+def test_sft_loads_the_model_as_planned(tmp_path, monkeypatch):
     resolved, answers = sft_preflight(ENVIRON, tmp_path / "out")
-    resolved = dataclasses.replace(resolved, plan=dataclasses.replace(resolved.plan, expert_parts=4))
     load = Mock(side_effect=ValueError)
     monkeypatch.setattr("grpo.learn.sft.load_base", load)
     with pytest.raises(ValueError):
         learn_answers(resolved, answers)
-    assert load.call_args.args[-1] == 4
+    assert load.call_args.args[-1] is resolved.plan
 
 
 @pytest.mark.parametrize(("rows", "micro", "times"), [(1, 1, 12), (5, 4, 3), (64, 12, 1)])

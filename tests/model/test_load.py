@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from grpo.model.experts import quantized_experts
 from grpo.model.load import choose_threads, load_adapter, load_base, load_tokenizer
+from grpo.model.long_layers import LongLayer
 from grpo.model.write_checkpoint import write_json
 from grpo.output.durable import read_json
+from grpo.plan.memory import StepPlan
 from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.process.ending import UnloadableModel
 from grpo.settings.table import Settings
@@ -150,8 +152,17 @@ def test_a_tokenizer_without_a_stop_token_is_named(copy):
 def test_packed_experts_are_dequantized_again_where_no_layer_is_recomputed(tiny, checkpointing, parts):
     """Or where they are dequantized in parts."""
     settings = Settings(EXPERTS="mxfp4", GRADIENT_CHECKPOINTING=checkpointing)
-    modules = quantized_experts(load_base(settings, str(tiny), read_json(tiny / "config.json"), "eager", parts))
+    plan = StepPlan(micro_batch=1, learning=0.0, expert_parts=parts)
+    modules = quantized_experts(load_base(settings, str(tiny), read_json(tiny / "config.json"), "eager", plan))
     assert modules and {(m.dequantize_again, m.parts) for m in modules} == {(parts > 1 or not checkpointing, parts)}
+
+
+@pytest.mark.parametrize(("chunk", "checkpoints"), [(0, 0.0), (8, 0.0), (8, 6.0)])
+def test_layers_run_in_chunks_as_planned(tiny, chunk, checkpoints):
+    plan = StepPlan(micro_batch=1, learning=0.0, layer_chunk=chunk, checkpoints=checkpoints)
+    layers = load_base(Settings(), str(tiny), read_json(tiny / "config.json"), "eager", plan).model.layers
+    chunked = {(layer.chunk, layer.on_host) for layer in layers if isinstance(layer, LongLayer)}
+    assert chunked == ({(chunk, checkpoints > 0)} if chunk else set())
 
 
 @pytest.mark.parametrize("value", [torch.nan, 1e38])

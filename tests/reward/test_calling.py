@@ -102,6 +102,17 @@ def test_trls_own_rewards_run_as_they_are(write_module):
     assert scores("my_made_rewards:long", CHAT, ["x"]) == [-0.5]
 
 
+def test_overlong_is_dapos_punishment_as_trl_computes_it(write_module):
+    """With the settings' length and share as its two numbers, at every length up to the longest."""
+    write_module("my_punishment", "from trl.rewards import *\nsoft = get_soft_overlong_punishment(12, 3)\n")
+    settings = Settings(MAX_COMPLETION_LEN=12, OVERLONG_SHARE=0.25)
+    ours, trls = load_rewards([("overlong", 1.0), ("my_punishment:soft", 1.0)], settings)
+    ids = [[1] * length for length in range(13)]
+    punished = ours([""] * 13, completion_ids=ids)
+    assert punished == pytest.approx(trls([""] * 13, completion_ids=ids))
+    assert punished[9:] == pytest.approx([0, -1 / 3, -2 / 3, -1])
+
+
 GREEDY = """
 def takes(prompts, completions, completion_ids, tags, **columns):
     for values in (prompts, completions, completion_ids, tags, tags[0], completion_ids[0], columns["raw_completions"]):

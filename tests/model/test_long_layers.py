@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers in chunks of tokens: the same loss and gradients in less memory, and without computing a chunk in vain."""
+
+import weakref
+
+import pytest
+import torch
+from expert_models import load
+from reference_kernel import REFERENCE
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trainers import apart, batch, loss_and_gradients, make, plain_float32
+
+from grpo.model import attention
+from grpo.model.attention import Kernel, hidden_states, install_attention, unwrap_peft
+from grpo.model.experts import quantized_experts
+from grpo.model.long_layers import chunk_layers
+from grpo.model.packing import pack_batch
+from grpo.plan.memory import chunked_bytes
+
+pytestmark = pytest.mark.numeric
+CHUNK = 5  # The micro-batches have rows of 32 tokens: the last chunk is a shorter one.
+
+
+def trainer_with(tiny, folder, monkeypatch, experts, **settings):
+    """A trainer in float32 whose model has `experts`."""
+    monkeypatch.setattr("trainers.load", lambda path: load(path, experts))
+    return plain_float32(make(tiny, folder, BETA=0.1, **settings))
+
+
+def use_kernel(trainer, kernel, monkeypatch):
+    """Lets the trainer's model compute attention with the flash `kernel`, over a single row."""
+    monkeypatch.setitem(attention.KERNELS, "torch_flash", lambda: kernel)
+    trainer.run.resolved.attention = "torch_flash"
+    unwrap_peft(trainer.model).set_attn_implementation(install_attention("torch_flash"))
+
+
+@pytest.mark.parametrize("kernel", [None, REFERENCE])
+@pytest.mark.parametrize(("experts", "parts"), [("bf16", 1), ("mxfp4", 1), ("mxfp4", 2)])
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,1.experts,2.experts"])
+def test_chunks_change_neither_loss_nor_gradients(tiny, tmp_path, monkeypatch, experts, parts, targets, kernel):
+    trainer = trainer_with(tiny, tmp_path, monkeypatch, experts, LORA_TARGETS=targets)
+    inputs = batch(trainer, old=True, beta=0.1, sampled=True)
+    if kernel:
+        use_kernel(trainer, kernel, monkeypatch)
+    base = unwrap_peft(trainer.model)
+    base.disable_input_require_grads()  # The first layer's adapter learns although its input has no gradient.
+    loss, gradient = loss_and_gradients(trainer, inputs, 4)
+    for module in quantized_experts(base):
+        module.parts, module.dequantize_again = parts, parts > 1
+    chunk_layers(base, CHUNK, on_host=True)
+    chunked_loss, chunked_gradient = loss_and_gradients(trainer, inputs, 4)
+    assert chunked_loss == pytest.approx(loss, rel=1e-6)
+    assert 0 < apart(chunked_gradient, gradient) < 5e-5, "0 would say that nothing was chunked"
+    assert not any(module.dequantized for module in quantized_experts(base))
+
+
+def test_autocast_is_that_of_the_forward_pass(tiny, tmp_path):
+    """In BF16 as in a run, where a chunk's weights must not be cast once without and once with a gradient."""
+    trainer = make(tiny, tmp_path)
+    inputs = batch(trainer)
+    _, gradient = loss_and_gradients(trainer, inputs, 4)
+    chunk_layers(unwrap_peft(trainer.model), CHUNK, on_host=False)
+    assert apart(loss_and_gradients(trainer, inputs, 4)[1], gradient) < 0.02
+
+
+def test_short_micro_batches_are_computed_as_before(tiny, tmp_path):
+    """Bit for bit, by transformers' own layer."""
+    trainer = make(tiny, tmp_path)
+    inputs = batch(trainer)
+    expected = loss_and_gradients(trainer, inputs, 4)
+    chunk_layers(unwrap_peft(trainer.model), 32, on_host=False)
+    loss, gradient = loss_and_gradients(trainer, inputs, 4)
+    assert loss == expected[0] and torch.equal(gradient, expected[1])
+
+
+def test_each_chunk_of_experts_is_computed_once_in_each_pass(tiny, tmp_path, monkeypatch):
+    trainer = trainer_with(tiny, tmp_path, monkeypatch, "mxfp4")
+    inputs, base, calls = batch(trainer), unwrap_peft(trainer.model), []
+    chunk_layers(base, CHUNK, on_host=False)
+    base.model.layers[0].mlp.register_forward_pre_hook(lambda _, x: calls.append((torch.is_grad_enabled(), x[0].shape)))
+    loss_and_gradients(trainer, inputs, 4, packing="none")
+    (passes,) = {sum(x[1][1] for x in calls if x[0] is gradient) for gradient in (False, True)}
+    assert passes == 32 and max(x[1][0] * x[1][1] for x in calls) <= CHUNK
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that the tensors which operations returned took at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.alive:
+                    weakref.finalize(storage, self.alive.pop, storage._cdata, None)
+                self.alive[storage._cdata] = storage.nbytes()
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return result
+
+
+FLAT = Kernel(  # No attention at all: its own memory is not what this measures.
+    lambda q, k, v, **_: (q + v[: len(q)].mean(), q.new_zeros(q.shape[1], len(q), dtype=torch.float32)),
+    lambda dout, q, k, v, out, lse, **_: (dout * q, k * dout.mean(), v * dout.mean()),
+)
+
+
+def peak_of_learning(model, tokens):
+    """Peak bytes of forward and backward pass of a prompt with its completion."""
+    packed = pack_batch([[5] * 8], [[7] * (tokens - 8)], True, True, "cpu")
+    with PeakBytes() as memory:
+        states = hidden_states(model, packed, "torch_flash")
+        states.backward(torch.ones_like(states))
+    return memory.peak
+
+
+@pytest.mark.parametrize("experts", ["bf16", "mxfp4"])
+def test_memory_of_a_token_is_that_of_attention(tiny, tmp_path, monkeypatch, experts):
+    """What grows with the length is what the plan says, in numbers: layers' inputs and a few of attention's tensors."""
+    trainer = trainer_with(tiny, tmp_path, monkeypatch, experts)
+    use_kernel(trainer, FLAT, monkeypatch)
+    model = unwrap_peft(trainer.model).train()
+    config = model.config.to_dict()
+
+    def growth():
+        """Numbers of float32 that a token takes at the peak."""
+        short, long = (peak_of_learning(model, tokens) for tokens in (512, 1024))
+        return (long - short) / 512 / 4
+
+    planned = chunked_bytes(config)[1] / 2 + config["num_hidden_layers"] * config["hidden_size"]
+    assert growth() > 2 * planned
+    chunk_layers(model, 64, on_host=False)
+    assert 0.6 * planned < growth() < planned
