@@ -115,3 +115,11 @@ def knows_times(settings: Settings, config: ModelConfig | None) -> bool:
     shape = ("num_hidden_layers", "hidden_size", "num_local_experts")
     is_20b = config is not None and all(config.get(key) == REAL_CONFIG[key] for key in shape)
     return is_20b and bool(settings.USE_VLLM) and not settings.DIRECT_ANSWERS
+
+
+def evaluation_seconds(settings: Settings, sampled: float) -> float:
+    """Seconds of all evaluations of held-out rows, of which one takes `sampled`: before training, of INIT_ADAPTER,
+    after it, and every EVAL_STEPS steps. All but the last kind also have a greedy answer a row, which takes no longer
+    than the others."""
+    during = (settings.TOTAL_STEPS - 1) // settings.EVAL_STEPS if settings.EVAL_STEPS else 0
+    return sampled * (during + 4 + 2 * bool(settings.INIT_ADAPTER))

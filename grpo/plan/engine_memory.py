@@ -125,20 +125,6 @@ def plan_engine(
     )
 
 
-# Seconds of a decoding step of gpt-oss-20b on an H200: for the weights, and for each sequence. By docs/results, 16, 96
-# and 384 sequences took 5.8 (rollout-h200), 9.1 (experts-shared-h200) and 18.2 to 21.3 ms (steps-per-generation-h200
-# and experts-shared-384-h200).
-STEP_S, SEQUENCE_S = 0.0055, 0.0000385
-
-
-def decoding_s(engine: EnginePlan, sequences: int, tokens: int) -> float:
-    """Seconds in which an H200 decodes so many `sequences` of gpt-oss-20b, all of `tokens` tokens. Those for which the
-    cache has no room wait."""
-    room = min(engine.cache / engine.cache_wanted, 1.0) * engine.max_num_seqs
-    at_once = min(max(int(room), 1), sequences)
-    return -(-sequences // at_once) * tokens * (STEP_S + SEQUENCE_S * at_once)
-
-
 def describe_cache(settings: Settings, engine: EnginePlan, prompt_len: int) -> str:
     """Says what the cache holds, and where less than a rollout fits, what limits it."""
     prompts = engine.max_num_seqs // settings.NUM_GENERATIONS

@@ -6,7 +6,8 @@ from typing import Any
 
 from grpo.data.heldout import prompt_of
 from grpo.output.logs import banner_text, rounded_duration
-from grpo.plan.engine_memory import EnginePlan, decoding_s, describe_cache
+from grpo.plan.cards import evaluation_seconds, find_card, knows_times, rollout_seconds, step_times
+from grpo.plan.engine_memory import describe_cache
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan
 from grpo.plan.targets import target_lines
@@ -136,19 +137,19 @@ def evaluation_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     kind = "exact" if exact.value else "sampled"
     steps = f"every {s.EVAL_STEPS} steps" if s.EVAL_STEPS else "not during training"
     yield "evaluation", f"{kind} at {s.EVAL_TEMPERATURE:g}, {exact.reason}; {steps}"
-    if not exact.value and resolved.plan and (engine := resolved.plan.engine):
-        yield "evaluations", evaluation_time(resolved, engine)
+    if not exact.value and (time := evaluation_time(resolved)):
+        yield "evaluations", time
     yield "best adapter", f"by {with_reason(best_by)}"
 
 
-def evaluation_time(resolved: ResolvedRun, engine: EnginePlan) -> str:
-    """Says how long the evaluations of held-out rows by vLLM may take."""
-    s, rows = resolved.settings, -(-len(resolved.eval_rows) // resolved.machine.ranks)
-    sampled, greedy = (decoding_s(engine, rows * n, s.MAX_COMPLETION_LEN) for n in (s.EVAL_SAMPLES, 1))
-    times = 2 + bool(s.INIT_ADAPTER) + ((s.TOTAL_STEPS - 1) // s.EVAL_STEPS if s.EVAL_STEPS else 0)
-    text = f"{times} sampled and 2 greedy ones take at most {rounded_duration(times * sampled + 2 * greedy)}, "
-    text += f"{rounded_duration(sampled)} and {rounded_duration(greedy)} each"
-    return f"{text}, if an H200 writes completions of {s.MAX_COMPLETION_LEN:,} tokens (gpt-oss-20b)"
+def evaluation_time(resolved: ResolvedRun) -> str:
+    """Says how long the evaluations of held-out rows may take on a card whose times are known; else ''."""
+    s, name = resolved.settings, find_card(resolved.machine.gpu)
+    if not name or not knows_times(s, resolved.config):
+        return ""
+    completions = len(resolved.eval_rows) * s.EVAL_SAMPLES
+    seconds = evaluation_seconds(s, rollout_seconds(step_times(name)[0], completions, s.MAX_COMPLETION_LEN))
+    return f"all take some {rounded_duration(seconds)} if completions have {s.MAX_COMPLETION_LEN:,} tokens"
 
 
 def processes_text(resolved: ResolvedRun) -> str:

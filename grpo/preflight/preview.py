@@ -11,11 +11,17 @@ from grpo.data.files import Row, column_names
 from grpo.data.heldout import group_of
 from grpo.data.prompts import count_tokens
 from grpo.harmony import answer_turn, completion_of
-from grpo.plan.cards import find_card, knows_times, rollout_seconds, step_seconds, step_times
+from grpo.plan.cards import (
+    evaluation_seconds,
+    find_card,
+    knows_times,
+    rollout_seconds,
+    step_seconds,
+    step_times,
+)
 from grpo.preflight.resolve import ResolvedRun
 from grpo.reward.calling import RewardError
 from grpo.reward.reward_checks import GARBAGE, answer_lengths, correct_completion, score_made_up
-from grpo.settings.table import Settings
 
 MOST_COUNTED = 1000  # Prompts whose tokens are counted once more for the quantiles.
 MOST_LISTED = 8  # Held-out groups that are named, actions in the table.
@@ -165,10 +171,3 @@ def time_lines(resolved: ResolvedRun) -> Iterator[Line]:
 
 
 START_SECONDS = 180  # Loading the weights and vLLM's start with empty caches.
-
-
-def evaluation_seconds(settings: Settings, sampled: float) -> float:
-    """Seconds of all evaluations of held-out rows, of which one takes `sampled`: before training, after it, and every
-    EVAL_STEPS steps; the first and the last also with a greedy answer a row, which takes no longer than the others."""
-    during = (settings.TOTAL_STEPS - 1) // settings.EVAL_STEPS if settings.EVAL_STEPS else 0
-    return sampled * (during + 4)

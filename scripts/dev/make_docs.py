@@ -30,6 +30,7 @@ from grpo.plan.cards import (
     RAM,
     SHORT,
     Card,
+    evaluation_seconds,
     rollout_seconds,
     step_seconds,
     step_times,
@@ -38,7 +39,7 @@ from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan, PlanInputs, plan_memory
 from grpo.preflight.choices import choose_checkpointing, choose_experts
-from grpo.preflight.preview import START_SECONDS, evaluation_seconds
+from grpo.preflight.preview import START_SECONDS
 from grpo.process.ending import ExitCode
 from grpo.settings.help import setting_rows
 from grpo.settings.parsing import MAY_CHANGE

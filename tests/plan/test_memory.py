@@ -14,7 +14,7 @@ from machines import CPU, H100, LARGE_CONFIG
 
 from grpo.plan import memory
 from grpo.plan.advice import memory_advice
-from grpo.plan.engine_memory import capture_sizes, decoding_s, describe_cache
+from grpo.plan.engine_memory import capture_sizes, describe_cache
 from grpo.plan.hub import REAL_CONFIG, checkpoint_gib
 from grpo.plan.machine import GIB
 from grpo.preflight.choices import choose_generation_batch, choose_micro_batch
@@ -183,20 +183,6 @@ def test_the_plan_is_close_to_the_peaks_that_were_measured(result, figure, free,
     job = {"MAX_COMPLETION_LEN": 512, "ROLLOUT_SYNC": "merge"} | changes
     chosen = plan(machine, config, 930, **FLASH, beside_vllm="USE_VLLM" not in changes, **job)
     assert chosen.peak == pytest.approx(peak, rel=limit)
-
-
-DECODED = [("shared-h200", 96, 512), ("shared-4000-h200", 96, 4000), ("shared-384-h200", 384, 512)]
-
-
-@pytest.mark.parametrize(("result", "sequences", "tokens"), DECODED)
-def test_decoding_takes_what_was_recorded(result, sequences, tokens):
-    """Within a tenth; and twice as long where the cache has room for half of the sequences."""
-    figures = json.loads((ROOT / f"docs/results/experts-{result}.json").read_text(encoding="utf-8"))["figures"]
-    (speed,) = (row["value"] for row in figures if row["name"] == "generate_tok_s")
-    engine = plan(gpu(WHOLE_H200), beside_vllm=True, MAX_COMPLETION_LEN=tokens, NUM_GENERATIONS=sequences // 12).engine
-    assert decoding_s(engine, sequences, tokens) == pytest.approx(sequences * tokens / speed, rel=0.12)
-    halved = dataclasses.replace(engine, cache=engine.cache_wanted / 2)
-    assert decoding_s(halved, sequences, tokens) == 2 * decoding_s(engine, sequences // 2, tokens)
 
 
 @pytest.mark.parametrize("free", [22.0, 21.4])

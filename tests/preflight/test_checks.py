@@ -298,14 +298,16 @@ def test_activations_are_kept_where_large_micro_batches_leave_room(free, changes
     assert choose_checkpointing(settings, plan_inputs(CPU)).value == changes.get(SET, True)
 
 
-def test_the_time_of_evaluations_is_shown_before_a_run(tiny_run):
-    """By hand: 150 x 8 answers are written in 19 rounds of 64, each in 30,000 x 8.0 ms, and 150 greedy ones in 3."""
-    run = {"USE_VLLM": 1, "MAX_COMPLETION_LEN": 30_000, "TOTAL_STEPS": 101, "EVAL_STEPS": 50, "EVAL_SAMPLES": 8}
-    resolved = tiny_run(H100, **run)
-    assert len(resolved.eval_rows) == 150
-    text = dict(banner.run_lines(resolved))["evaluations"]
-    assert text.startswith("4 sampled and 2 greedy ones take at most 5 h 27 min, 1 h 16 min and 12 min each")
-    assert "evaluations" not in dict(banner.run_lines(tiny_run(H100, **run | {"USE_VLLM": 0})))
+def test_the_time_of_evaluations_is_shown_before_a_run():
+    """By hand: 64 x 4 answers of 4,000 tokens take 38.7 s x (256 / 96) ** 0.62, five times."""
+    settings = Settings(USE_VLLM=True, EVAL_SAMPLES=4, EVAL_STEPS=50, TOTAL_STEPS=100, MAX_COMPLETION_LEN=4000)
+    machine = dataclasses.replace(H100, gpu="NVIDIA H200")
+    run = types.SimpleNamespace(settings=settings, machine=machine, config=REAL_CONFIG, eval_rows=[None] * 64)
+    assert banner.evaluation_time(run) == "all take some 6 min if completions have 4,000 tokens"
+    run.settings = dataclasses.replace(settings, INIT_ADAPTER="runs/sft")
+    assert banner.evaluation_time(run).startswith("all take some 8 min")
+    run.machine = dataclasses.replace(H100, gpu="NVIDIA B200")
+    assert banner.evaluation_time(run) == ""
 
 
 def test_gpt_oss_120b_is_planned_for_one_card(tiny_run):
