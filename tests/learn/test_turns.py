@@ -249,8 +249,9 @@ def on_rank(ranks, tiny, folder):
         forkserver._forkserver.__init__()  # The test process's own is not this fork's child.
     folder = folder / str(ranks.rank)
     folder.mkdir()
-    trainer, step = our_step(tiny, folder, pytest.MonkeyPatch(), ranks, GRADIENT_CHECKPOINTING=False)
-    trainer.learn(trainer.model, step.batch)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        trainer, step = our_step(tiny, folder, monkeypatch, ranks, GRADIENT_CHECKPOINTING=False)
+        trainer.learn(trainer.model, step.batch)
     values = {name: values.tolist() for name, values in step.batch.items()}
     return values, step.metrics, gradient_of(trainer).tolist()
 
