@@ -50,7 +50,8 @@ export VENV
 bash scripts/setup.sh --cpu
 
 export MODEL_ID=tiny OUTPUT_DIR=${OUTPUT_DIR:-runs/demo}
-export EXPECTED_REWARD=${EXPECTED_REWARD:-1} # The figures of docs/ were measured so.
+# The figures of docs/ were measured so; other rows may not have the reward of each action.
+if [ -z "${TASK:-}${DATA:-}${REWARDS:-}" ]; then export EXPECTED_REWARD=${EXPECTED_REWARD:-1}; fi
 # The demo may be run again and again: only its own default folder is overwritten without being asked.
 if [ "$OUTPUT_DIR" = runs/demo ]; then export OVERWRITE=${OVERWRITE:-1}; fi
 export CUDA_VISIBLE_DEVICES=""
