@@ -177,8 +177,9 @@ def test_vllm_reads_the_variables_that_are_set_for_it(folder):
 
 def test_vllm_takes_the_calls_of_the_engine(find):
     """Every call that Engine makes, as it stands in its source."""
-    places = {name: "entrypoints/llm.py:LLM" for name in ("generate", "apply_model", "sleep", "wake_up")}
-    places |= {"reset_prefix_cache": "entrypoints/llm.py:LLM", "add_lora": "v1/engine/llm_engine.py:LLMEngine"}
+    places = {name: "entrypoints/llm.py:LLM" for name in ("generate", "enqueue", "apply_model", "sleep", "wake_up")}
+    places |= {"reset_prefix_cache": "entrypoints/llm.py:LLM"}
+    places |= {name: "v1/engine/llm_engine.py:LLMEngine" for name in ("add_lora", "step")}
     checked = set()
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(Engine)))):
         if not isinstance(node, ast.Call):
