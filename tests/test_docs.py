@@ -13,6 +13,7 @@ from grpo.data.files import read_rows
 from grpo.data.heldout import date_of
 from grpo.settings.environment import load_settings
 from grpo.settings.help import setting_rows
+from scripts.dev.record import recorded_values
 
 README = ROOT / "README.md"
 TRANSLATIONS = {README: ROOT / "docs" / "README.ja.md"}  # Pages and their Japanese.
@@ -135,7 +136,7 @@ def test_a_translated_table_has_the_same_first_cells():
 def test_the_picture_of_a_step_shows_recorded_figures():
     picture = (ROOT / "docs" / "step.svg").read_text(encoding="utf-8")
     variants = ("experts-bf16", "experts-shared", "steps-per-generation", "experts-shared-22")
-    runs = [make_docs.recorded_values(f"{variant}-h200.json") for variant in variants]
+    runs = [recorded_values(f"{variant}-h200.json") for variant in variants]
     shown = re.findall(r">([\d.]+)</text>", picture)[2:]  # The first two are those of TRL's path.
     assert shown == [f"{values[name]:.1f}" for values in runs for name in ("step_s", "job_peak_gib")]
 

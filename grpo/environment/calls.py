@@ -43,7 +43,8 @@ class Call:
 
 
 def special_ids(token_id: Callable[[str], int | None]) -> dict[str, int]:
-    """The ids of SPECIAL by a tokenizer's `convert_tokens_to_ids`. Raises ValueError for one without them."""
+    """The ids of SPECIAL; `token_id` gives that of a token, None for one that the tokenizer lacks. Raises ValueError
+    for a tokenizer without them."""
     ids = {name: token_id(f"<|{name}|>") for name in SPECIAL}
     if missing := [name for name, number in ids.items() if number is None]:
         raise ValueError(f"the tokenizer has no {', '.join(f'<|{name}|>' for name in missing)}")

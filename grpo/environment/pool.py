@@ -126,15 +126,17 @@ class EnvironmentPool:
         self.all.discard(environment)
         environment.kill()
 
-    def replies(self, asked: Collection[Environment], block: bool) -> list[tuple[Environment, Reply]]:
-        """The answers of environments that have been `asked`, in no order: those that are there, or with `block` at
+    def replies(self, environments: Collection[Environment], block: bool) -> list[tuple[Environment, Reply]]:
+        """The answers that these `environments` owe, in no order: those that are there, or with `block` at
         least one. One that is late or whose process ended has failed; its process is ended."""
-        first = min((environment.deadline for environment in asked), default=0.0)
-        connections = {environment.connection: environment for environment in asked}
+        first = min((environment.deadline for environment in environments), default=0.0)
+        connections = {environment.connection: environment for environment in environments}
         ready = wait(list(connections), max(0.0, first - time.monotonic()) if block else 0.0)
         replies = [(connections[c], connections[c].answer()) for c in ready if isinstance(c, Connection)]
         answered, now = {environment for environment, _ in replies}, time.monotonic()
-        late = [environment for environment in asked if environment not in answered and environment.deadline <= now]
+        late = [
+            environment for environment in environments if environment not in answered and environment.deadline <= now
+        ]
         replies += [(environment, Reply(failed=TIMED_OUT)) for environment in late]
         for environment, reply in replies:
             if reply.failed:

@@ -13,6 +13,7 @@ from grpo.environment.pool import EnvironmentPool
 from grpo.learn.context import RunContext
 from grpo.model.attention import unwrap_peft
 from grpo.plan.memory import micro_batch_tokens
+from grpo.reward.loading import reads_environments
 from grpo.reward.lookup import action_tokens
 from grpo.rollout.episodes import EpisodePlayer
 from grpo.rollout.sampler import DirectSampler, EndTokens, RankedSampler, Sampler, TransformersSampler, VllmSampler
@@ -53,6 +54,5 @@ def make_player(
     run.environments = run.environments or EnvironmentPool(s.ENVIRONMENT, s.ENV_TIMEOUT)
     engine = run.plan.engine
     at_once = engine.max_num_seqs if engine else -(-s.completions_per_rollout // run.ranks.size)
-    has_own = any(":" in name for name, _ in run.resolved.reward_specs)  # Only these read copies of environments.
-    pool, tools = run.environments, description.tools
-    return EpisodePlayer(sampler, pool, tokenizer, ends, s, tools, files.template, at_once, has_own)
+    pool, tools, wants_copy = run.environments, description.tools, reads_environments(run.resolved.reward_specs)
+    return EpisodePlayer(sampler, pool, tokenizer, ends, s, tools, files.template, at_once, wants_copy)

@@ -33,12 +33,12 @@ class Card:
     label: str
     capability: float  # CUDA compute capability.
     free: float  # GiB that a run finds free.
-    speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # By `--card`'s name; see SPEEDS_FROM.
+    # GB/s of memory and dense BF16 TFLOPS of NVIDIA's data sheets.
+    speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # By `--card`'s name.
     measured: Times = field(default_factory=dict)  # With 12 x 8 completions and prompts of PROMPT_TOKENS.
     arch: str = "x86_64"
 
 
-SPEEDS_FROM = "GB/s of memory and dense BF16 TFLOPS of NVIDIA's data sheets"
 PROMPT_TOKENS, COMPLETIONS = 940, 96  # Of the measured steps.
 SHORT, LONG = 512, 4000  # Lengths of completions that were measured.
 # The seconds are step_s and learn_s of docs/results/experts-*.json; tests/plan/test_cards.py compares them.
@@ -117,9 +117,10 @@ def knows_times(settings: Settings, config: ModelConfig | None) -> bool:
     return is_20b and bool(settings.USE_VLLM) and not settings.DIRECT_ANSWERS
 
 
-def evaluation_seconds(settings: Settings, sampled: float) -> float:
-    """Seconds of all evaluations of held-out rows, of which one takes `sampled`: before training, of INIT_ADAPTER,
-    after it, and every EVAL_STEPS steps. All but the last kind also have a greedy answer a row, which takes no longer
-    than the others."""
+def evaluation_seconds(times: Times, settings: Settings, rows: int, length: int) -> float:
+    """Seconds of all evaluations of held-out `rows`, if all completions have `length` tokens: before training, of
+    INIT_ADAPTER, after it, and every EVAL_STEPS steps. All but the last kind also have a greedy answer a row, which
+    takes no longer than the others."""
+    sampled = rollout_seconds(times, rows * settings.EVAL_SAMPLES, length)
     during = (settings.TOTAL_STEPS - 1) // settings.EVAL_STEPS if settings.EVAL_STEPS else 0
     return sampled * (during + 4 + 2 * bool(settings.INIT_ADAPTER))

@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo.data.heldout import prompt_of
 from grpo.output.logs import banner_text, rounded_duration
-from grpo.plan.cards import evaluation_seconds, find_card, knows_times, rollout_seconds, step_times
+from grpo.plan.cards import evaluation_seconds, find_card, knows_times, step_times
 from grpo.plan.engine_memory import describe_cache
 from grpo.plan.machine import Machine
 from grpo.plan.memory import Plan
@@ -147,8 +147,7 @@ def evaluation_time(resolved: ResolvedRun) -> str:
     s, name = resolved.settings, find_card(resolved.machine.gpu)
     if not name or not knows_times(s, resolved.config):
         return ""
-    completions = len(resolved.eval_rows) * s.EVAL_SAMPLES
-    seconds = evaluation_seconds(s, rollout_seconds(step_times(name)[0], completions, s.MAX_COMPLETION_LEN))
+    seconds = evaluation_seconds(step_times(name)[0], s, len(resolved.eval_rows), s.MAX_COMPLETION_LEN)
     return f"all take some {rounded_duration(seconds)} if completions have {s.MAX_COMPLETION_LEN:,} tokens"
 
 

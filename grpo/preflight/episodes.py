@@ -16,6 +16,7 @@ from grpo.environment.worker import Description, Reply
 from grpo.harmony import answer_turn
 from grpo.reward.calling import RewardError, load_rewards
 from grpo.reward.episode import Episode
+from grpo.reward.loading import reads_environments
 from grpo.reward.scoring import Completion, initial_trainer_state, score
 from grpo.settings.table import Settings
 
@@ -94,9 +95,8 @@ def check_environment(
         problems.add("EXPECTED_REWARD", "the rewards of calls that were not made are not known", "Set it to auto")
     if description is None or not rows or not specs:
         return  # This has a message of its own.
-    has_own = any(":" in name for name, _ in specs)
     try:
-        episode = try_episode(settings, description, rows[0], has_own)
+        episode = try_episode(settings, description, rows[0], reads_environments(specs))
     except EpisodeFault as error:
         fault = f"in an episode of {rows[0].file}, row {rows[0].number}, with made-up calls, {error}"
         problems.add(where, fault, "Correct it, or raise ENV_TIMEOUT if it only takes longer")

@@ -11,14 +11,7 @@ from grpo.data.files import Row, column_names
 from grpo.data.heldout import group_of
 from grpo.data.prompts import count_tokens
 from grpo.harmony import answer_turn, completion_of
-from grpo.plan.cards import (
-    evaluation_seconds,
-    find_card,
-    knows_times,
-    rollout_seconds,
-    step_seconds,
-    step_times,
-)
+from grpo.plan.cards import evaluation_seconds, find_card, knows_times, step_seconds, step_times
 from grpo.preflight.resolve import ResolvedRun
 from grpo.reward.calling import RewardError
 from grpo.reward.reward_checks import GARBAGE, answer_lengths, correct_completion, score_made_up
@@ -153,8 +146,8 @@ def time_lines(resolved: ResolvedRun) -> Iterator[Line]:
     seconds = [step_seconds(times, s, length) for length in lengths]
     range_text = f"{seconds[0]:.0f} s if completions have {lengths[0]:,} tokens, {seconds[1]:.0f} s at {lengths[1]:,}"
     yield "step time", f"{range_text}, on the card {name} ({source})"
-    count = 0 if resolved.exact else len(resolved.eval_rows) * s.EVAL_SAMPLES
-    evaluating = [evaluation_seconds(s, rollout_seconds(times, count, length)) for length in lengths]
+    count = 0 if resolved.exact else len(resolved.eval_rows)
+    evaluating = [evaluation_seconds(times, s, count, length) for length in lengths]
     training = [s.TOTAL_STEPS * value for value in seconds]
     hours = [(a + b + START_SECONDS) / 3600 for a, b in zip(training, evaluating, strict=True)]
     share = evaluating[1] / (training[1] + evaluating[1])

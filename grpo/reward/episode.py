@@ -10,19 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Why an episode ends, as completions.csv names it, and what that means.
-ENDS = {
-    "answer": "the model answered without a call",
-    "done": "the environment was done",
-    "turns": "MAX_TURNS",
-    "turn_len": "a turn met MAX_TURN_LEN",
-    "length": "the episode met MAX_COMPLETION_LEN",
-    "timeout": "the environment gave no answer in ENV_TIMEOUT",
-    "failed": "the environment failed",
-    "reset": "the environment could not be reset",
-}
+# Why episodes end; others than these end with an `answer` without a call, or because the environment is `done`.
 CUT = ("turns", "turn_len", "length")  # A limit ended these.
-FAILED = ("timeout", "failed", "reset")  # Their reward never arrived.
+FAILED = ("timeout", "failed", "reset")  # The environment hung, failed, or could not be reset: no reward arrived.
 
 
 @dataclass(frozen=True)
@@ -35,7 +25,7 @@ class Episode:
     turns: Sequence[int]  # (T,): the index of each turn's first token
     turn_rewards: Sequence[float] | None  # (T,): what `step_rewards` got by each turn's call; None without it
     reward: float | None  # what `get_reward` returned; None without it, and where it never arrived
-    end: str  # a name in ENDS
+    end: str  # why it ended: in CUT or FAILED, `answer` or `done`
     fault: str = ""  # of the environment, if it failed
     calls: int = 0
     unread: int = 0  # calls that could not be read, or named no tool

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,11 @@ def check_module_file(module: str) -> None:
     spec = importlib.util.find_spec(module) if own else None
     if own and spec and not (spec.origin and Path(spec.origin).is_file() and own.samefile(spec.origin)):
         raise ImportError(f"{own} is hidden by {spec.origin}, which has the same name: rename yours")
+
+
+def reads_environments(specs: Iterable[tuple[str, float]]) -> bool:
+    """Whether a function of REWARDS is the user's own: only these read the copies of an episode's environment."""
+    return any(":" in name for name, _ in specs)
 
 
 def is_by_action(name: str) -> bool:

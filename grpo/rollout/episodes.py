@@ -97,7 +97,7 @@ class EpisodePlayer:
         self.settings, self.tools, self.template = settings, tools, template
         self.names = [tool["function"]["name"] for tool in tools]
         self.at_once, self.wants_copy = at_once, wants_copy
-        self.special = special_ids(lambda token: tokenizer.get_vocab().get(token))
+        self.special = special_ids(tokenizer.added_tokens_encoder.get)
 
     def play(self, rows: Sequence[Row], sampling: Sampling) -> list[Sample]:
         """The sample of each row, in order, whose `episode` is set. Raises RewardError if a reset makes a prompt too
@@ -144,7 +144,7 @@ class Stage:
         self.player, self.session, self.rows = player, session, iter(enumerate(rows))
         self.most = sampling.max_tokens
         self.turn_most = player.settings.MAX_TURN_LEN or self.most
-        self.asked: dict[Environment, Play] = {}
+        self.acting: dict[Environment, Play] = {}
         self.ready: list[Play] = []
         self.submitted: dict[int, Play] = {}
         self.finished: list[tuple[int, Sample]] = []
@@ -153,17 +153,17 @@ class Stage:
         """Plays all episodes, and yields each with its number when it has ended."""
         pool, session = self.player.pool, self.session
         while True:
-            while len(self.asked) + len(self.ready) + len(self.submitted) < self.player.at_once:
+            while len(self.acting) + len(self.ready) + len(self.submitted) < self.player.at_once:
                 if (following := next(self.rows, None)) is None:
                     break
                 self.ask(Play(*following, pool.take()), "reset", following[1].reset_arguments)
-            if not (self.asked or self.ready or self.submitted):
+            if not (self.acting or self.ready or self.submitted):
                 return
             # A batch waits for all environments; an engine's step for none, unless it has nothing else to do.
             block = not session.is_stepwise or not (self.ready or self.submitted)
-            for environment, reply in pool.replies(self.asked, block) if self.asked else ():
-                self.hear(self.asked.pop(environment), reply)
-            if session.is_stepwise or not self.asked:
+            for environment, reply in pool.replies(self.acting, block) if self.acting else ():
+                self.hear(self.acting.pop(environment), reply)
+            if session.is_stepwise or not self.acting:
                 for play in sorted(self.ready, key=lambda play: play.number):
                     limit = min(self.turn_most, self.most - len(play.ids))
                     self.submitted[session.submit([*play.prompt_ids, *play.ids], limit)] = play
@@ -176,7 +176,7 @@ class Stage:
     def ask(self, play: Play, method: str, *arguments: object) -> None:
         """Asks the episode's environment; `hear` gets its answer."""
         play.request, play.asked_at = method, time.monotonic()
-        self.asked[play.environment] = play
+        self.acting[play.environment] = play
         play.environment.ask(self.player.pool.timeout, method, *arguments)
 
     def hear(self, play: Play, reply: Reply) -> None:

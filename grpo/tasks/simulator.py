@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # a check that names missing packages must run without numpy
 
 GREEDY = "_greedy"  # suffix of a model's name in `totals`, for one pass with its likeliest answers
 START = "start"  # the name there of the adapter that a run starts from
+AS_START = {"trained" + suffix: START + suffix for suffix in ("", GREEDY)}
 BEFORE_TRAINING = ("base", "base" + GREEDY, START, START + GREEDY)
 # closed_loop.json: `totals` holds the figures of each policy, among them `base` and `trained`.
 Record = dict[str, Any]
@@ -103,8 +104,7 @@ class Simulator(ABC):
 
     def as_start(self, record: Record) -> Record:
         """A copy of a record in which the trained model is called START: it has not learned yet."""
-        names = {"trained" + suffix: START + suffix for suffix in ("", GREEDY)}
-        return record | {"totals": {names.get(name, name): total for name, total in record["totals"].items()}}
+        return record | {"totals": {AS_START.get(name, name): total for name, total in record["totals"].items()}}
 
     @abstractmethod
     def run(self, plan: Any, record: Record, name: str, responder: Responder, greedy: bool = True) -> None:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.harmony import answer_turn
+from scripts.dev.record import split_settings
+
 Row = dict[str, Any]
 TEXTS: dict[str, Any] = tomllib.loads((Path(__file__).parent / "language.toml").read_text(encoding="utf-8"))
 RELATED = (3, 2, 1, 0)  # A desk that can pass such a ticket on: it earns RELATED_REWARD.
@@ -29,8 +32,7 @@ class Task:
 
 def completion(reason: str, answer: str) -> str:
     """An assistant's turn in Harmony: a reason in the analysis channel, then the answer in the final one."""
-    analysis = f"<|channel|>analysis<|message|>{reason}<|end|>"
-    return f"{analysis}<|start|>assistant<|channel|>final<|message|>{answer}<|return|>"
+    return f"<|channel|>analysis<|message|>{reason}<|end|>{answer_turn(answer)}"
 
 
 def half(part: str) -> str:
@@ -118,14 +120,12 @@ def draw_sentence(rng: random.Random, part: str) -> tuple[Row, str, str]:
 SHARED = "EVAL_SAMPLES=4 EVAL_STEPS=0 LORA_R=16 LORA_ALPHA=32 PROMPTS_PER_STEP=16 NUM_GENERATIONS=8 TOTAL_STEPS=60"
 
 
-def settings(words: str) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in f"{SHARED} {words}".split())
-
-
 TASKS = {
-    "stories": Task(draw_story, settings("REWARDS=gsm8k MAX_COMPLETION_LEN=64")),
-    "tickets": Task(draw_ticket, settings("REWARDS=action MAX_COMPLETION_LEN=64")),
-    "sentences": Task(draw_sentence, settings("REWARDS=scripts.dev.language_reward:obeys MAX_COMPLETION_LEN=96")),
+    "stories": Task(draw_story, split_settings(f"{SHARED} REWARDS=gsm8k MAX_COMPLETION_LEN=64")),
+    "tickets": Task(draw_ticket, split_settings(f"{SHARED} REWARDS=action MAX_COMPLETION_LEN=64")),
+    "sentences": Task(
+        draw_sentence, split_settings(f"{SHARED} REWARDS=scripts.dev.language_reward:obeys MAX_COMPLETION_LEN=96")
+    ),
 }
 ROWS, HELDOUT_ROWS, WARMUP_ROWS = 600, 200, 3000
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from grpo.common import ROOT
 from grpo.figures.text import markdown_table
-from scripts.dev.record import Json
+from scripts.dev.record import Json, recorded_values
 
 RESULTS = ROOT / "docs/results/language-h200.json"
 TASKS = {"stories": "word problems", "tickets": "tickets", "sentences": "sentences"}
@@ -35,11 +35,6 @@ TURN = re.compile(
 table = functools.partial(markdown_table, longest_cell=2000)  # More than any cell has: nothing is cut.
 
 
-def figures() -> dict[str, float]:
-    record = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return {figure["name"]: figure["value"] for figure in record["figures"]}
-
-
 def completions() -> list[Json]:
     return [json.loads(line) for line in RESULTS.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()]
 
@@ -57,7 +52,7 @@ def with_ends(values: Mapping[str, float], name: str) -> str:
 
 def gains_table() -> str:
     """The held-out reward of each task and seed before GRPO, after it, and after SFT."""
-    values, rows = figures(), []
+    values, rows = recorded_values(RESULTS.name), []
     for task, words in TASKS.items():
         for seed in seeds(values, task, "grpo"):
             name = f"{task}.{seed}"
@@ -70,7 +65,7 @@ def gains_table() -> str:
 
 def sweep_table() -> str:
     """The gains of the runs of one task, one change at a time, and their time beside other runs."""
-    values, rows = figures(), []
+    values, rows = recorded_values(RESULTS.name), []
     for run, words in SWEEP.items():
         names = [f"stories.{seed}.{run}" for seed in seeds(values, "stories", run)]
         gains = [values[f"{name}.gain"] for name in names]

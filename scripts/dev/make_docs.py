@@ -11,7 +11,6 @@ whole. tests/test_docs.py compares them.
 import argparse
 import bisect
 import functools
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,7 +30,6 @@ from grpo.plan.cards import (
     SHORT,
     Card,
     evaluation_seconds,
-    rollout_seconds,
     step_seconds,
     step_times,
 )
@@ -64,12 +62,6 @@ def settings_tables() -> str:
 def columns_table(columns: Mapping[str, tuple[str, str]]) -> str:
     """Every column of a log, from (unit, meaning) by name."""
     return table(["Column", "Unit", "Meaning"], [[f"`{name}`", unit, text] for name, (unit, text) in columns.items()])
-
-
-def recorded_values(name: str) -> dict[str, float]:
-    """The values of docs/results/NAME by the names of their figures."""
-    record = json.loads((ROOT / "docs" / "results" / name).read_text(encoding="utf-8"))
-    return {figure["name"]: figure["value"] for figure in record["figures"]}
 
 
 def card_inputs(card: Card) -> PlanInputs:
@@ -132,8 +124,7 @@ def costs() -> str:
     for name, (price, source) in PRICES.items():
         times = step_times(name)[0]
         steps = [step_seconds(times, settings, length) for length in lengths]
-        count = MOST_HELD_OUT * settings.EVAL_SAMPLES
-        evaluations = [evaluation_seconds(settings, rollout_seconds(times, count, length)) for length in lengths]
+        evaluations = [evaluation_seconds(times, settings, MOST_HELD_OUT, length) for length in lengths]
         totals = [START_SECONDS + settings.TOTAL_STEPS * a + b for a, b in zip(steps, evaluations, strict=True)]
         hours = [seconds / 3600 for seconds in totals]
         known = {2: "measured", 1: "partly measured", 0: "estimate"}[len(NAMES[name].measured)]

@@ -114,6 +114,11 @@ def write(path: Path, figures: Sequence[Figure], command: str | None = None, mor
     print(f"written: {path}")
 
 
+def recorded_values(name: str) -> dict[str, float]:
+    """The values of docs/results/NAME by the names of their figures."""
+    return {figure["name"]: figure["value"] for figure in read_json(ROOT / "docs" / "results" / name)["figures"]}
+
+
 def steps_of(run: Path) -> pandas.DataFrame:
     """A run's metrics.csv, one row a step."""
     return pandas.read_csv(run / "metrics.csv")

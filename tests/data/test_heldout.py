@@ -187,8 +187,8 @@ def test_a_template_is_put_around_the_questions_and_holds_out_the_same_rows(tmp_
         and [row.number for row in inside.heldout] == [row.number for row in plain.heldout]
     )
     assert data_fingerprint(inside.train) != data_fingerprint(plain.train)
-    both = {row.number: row for row in [*inside.train, *inside.heldout]}
-    first, conversation, single, rendered = (both[number] for number in (1, 41, 42, 43))
+    rows_by_number = {row.number: row for row in [*inside.train, *inside.heldout]}
+    first, conversation, single, rendered = (rows_by_number[number] for number in (1, 41, 42, 43))
     assert first.messages == (("system", "Be brief."), ("user", "Answer:\nWhat is 0 {}?\nNow."))
     assert first.trl_prompt == first.messages[-1][1] and single.trl_prompt[-1]["content"] == "Answer:\nHi\nNow."
     assert conversation.messages[-1] == ("user", "1+1") and rendered.messages[0][0] == "rendered"

@@ -42,8 +42,8 @@ def test_a_run_goes_on_in_the_middle_of_a_rollout(tmp_path, settings):
     assert json.loads(metrics[0]["ends"]) == {"answer": 12} and metrics[0]["turns_mean"] == "1"
     assert {row["end"] for row in completions} == {"answer"} and float(completions[0]["tool_s"]) > 0
     assert 'ends        {"answer": 12}' in run_python(ROOT / "scripts/watch.py", whole).stdout
-    asked = run_python(ROOT / "scripts/ask.py", whole, "--csv", settings["DATA"], PYTHONPATH=ROOT / "tests")
-    rows = list(csv.DictReader(io.StringIO(asked.stdout)))
+    answers = run_python(ROOT / "scripts/ask.py", whole, "--csv", settings["DATA"], PYTHONPATH=ROOT / "tests")
+    rows = list(csv.DictReader(io.StringIO(answers.stdout)))
     assert [(row["target"], row["end"], row["reward"]) for row in rows[:2]] == [
         ("0", "answer", "0.0"),
         ("1", "answer", "-0.1"),

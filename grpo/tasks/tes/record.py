@@ -12,7 +12,7 @@ from grpo.figures.statistics import confidence_interval
 from grpo.figures.text import finite_number
 from grpo.phases import ROWS_S, Phase
 from grpo.settings.table import Settings
-from grpo.tasks.simulator import BEFORE_TRAINING, GREEDY, START, Record, SimulationPlan
+from grpo.tasks.simulator import AS_START, BEFORE_TRAINING, GREEDY, START, Record, SimulationPlan
 from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import profiles as tes_profiles
 from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH
@@ -169,9 +169,8 @@ def keep_base(record: Record, earlier: Record) -> None:
 
 def as_start(record: Record) -> Record:
     """A copy of a record in which the trained model is called START: it has not learned yet."""
-    names = {"trained" + suffix: START + suffix for suffix in ("", GREEDY)}
     windows = [
-        entry | {"policies": {names.get(name, name): policy for name, policy in entry["policies"].items()}}
+        entry | {"policies": {AS_START.get(name, name): policy for name, policy in entry["policies"].items()}}
         for entry in record["windows"]
     ]
     copy = record | {"windows": windows}

@@ -10,7 +10,7 @@ import pytest
 
 from grpo.common import InputError
 from rewards import gsm8k
-from scripts.dev import language_tables
+from scripts.dev import language_tables, record
 from scripts.dev.language_reward import obeys
 from scripts.dev.language_rows import TASKS, TEXTS, half, write_rows
 
@@ -102,7 +102,7 @@ def test_all_stages_on_the_tiny_model(tmp_path, monkeypatch):
 
 
 def test_tables_show_recorded_figures():
-    values = language_tables.figures()
+    values = record.recorded_values(language_tables.RESULTS.name)
     assert language_tables.seeds(values, "stories", "grpo") == [1, 2, 3]
     assert f"{values['stories.1.grpo.gain']:+.2f}" in language_tables.gains_table()
     assert language_tables.completions_table().count("| before |") == 3 * language_tables.SHOWN
