@@ -66,8 +66,9 @@ def trained_rows(options: argparse.Namespace, s: Settings, rows: Sequence[Row]) 
     """How many of `rows` have prompts that the adapter's run trained on, as far as its DATA can be read here."""
     if options.run is None or any(map(is_dataset, split_commas(s.DATA))):
         return 0
-    trained = {prompt_of(row) for row in read_split(s, Problems(), train_only=True).train}
-    return sum(prompt_of(row) in trained for row in rows)
+    episodes = bool(s.ENVIRONMENT)
+    trained = {prompt_of(row, episodes) for row in read_split(s, Problems(), train_only=True).train}
+    return sum(prompt_of(row, episodes) in trained for row in rows)
 
 
 def output_path(options: argparse.Namespace, name: str, problems: Problems) -> Path:

@@ -44,7 +44,7 @@ def row_lines(resolved: ResolvedRun) -> Iterator[Line]:
         spread = f"a tenth up to {low:.0f} tokens, half up to {middle:.0f}, nine tenths up to {high:.0f}"
         yield "prompt lengths", f"{spread}; {longest}"
     yield from reward_lines(rows)
-    yield from group_lines(rows, resolved.eval_rows)
+    yield from group_lines(rows, resolved.eval_rows, bool(s.ENVIRONMENT))
 
 
 def shown_prompt(prompt: str) -> list[str]:
@@ -79,15 +79,15 @@ def reward_lines(rows: Sequence[Row]) -> Iterator[Line]:
         yield "", f"and {actions - MOST_LISTED} more actions"
 
 
-def group_lines(rows: Sequence[Row], eval_rows: Sequence[Row]) -> Iterator[Line]:
+def group_lines(rows: Sequence[Row], eval_rows: Sequence[Row], episodes: bool) -> Iterator[Line]:
     """Rows by day, or by prompt, and which of these are held out; the plan's line `held out` says why and what is left
-    out."""
-    trained, held = (Counter(map(group_of, part)) for part in (rows, eval_rows))
+    out. With `episodes` rows of one prompt differ by their columns."""
+    trained, held = (Counter(group_of(row, episodes) for row in part) for part in (rows, eval_rows))
     kinds = " and ".join(sorted({f"{kind}s" for kind, _ in trained}))
     least, most = min(trained.values()), max(trained.values())
     each = f"{least} to {most} rows" if least < most else f"{least} row{'s' if least > 1 else ''}"
     yield "trained on", f"{len(trained)} {kinds} with {each} each"
-    prompts = {group_of(row): one_line(row.messages[-1][1], 50) for row in eval_rows}
+    prompts = {group_of(row, episodes): one_line(row.messages[-1][1], 50) for row in eval_rows}
     names = [f"{key[1] if key[0] == 'day' else prompts[key]} ({count})" for key, count in sorted(held.items())]
     rest = f", and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     if names:

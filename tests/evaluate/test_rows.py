@@ -261,3 +261,15 @@ def test_figures_that_a_full_disk_does_not_take_are_printed(capsys):
 def test_figures_that_no_run_wrote_are_measured_again(value):
     whole = {"reward": 1.0, "reward_by_prompt": [1.0, None], "functions": {}}
     assert are_figures(whole, 2) and not are_figures(value, 2)
+
+
+def test_a_day_that_was_not_trained_on_is_not_taken_for_one_with_the_same_prompt(tmp_path):
+    """Rows of episodes may differ in what their environment is reset with alone."""
+    data = tmp_path / "days.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "Plan.", "load": load}) + "\n" for load in range(3)))
+    rows = files.read_rows("DATA", str(data), Problems())
+    new = [dataclasses.replace(row, columns={"load": 9}) for row in rows[:1]]
+    settings, options = Settings(DATA=str(data), EVAL_SAMPLES=0, ENVIRONMENT="shop:Shop"), SimpleNamespace(run="run")
+    assert evaluate_adapter.trained_rows(options, settings, [*rows, *new]) == 3
+    plain = dataclasses.replace(settings, ENVIRONMENT="")
+    assert evaluate_adapter.trained_rows(options, plain, [*rows, *new]) == 4

@@ -7,10 +7,11 @@ import pytest
 from helpers import run_script, write_csv
 from machines import CPU, resolved_run
 
+from grpo.data.files import Row
 from grpo.plan.cards import rented_machine
 from grpo.plan.hub import REAL_CONFIG
 from grpo.preflight.banner import banner
-from grpo.preflight.preview import MOST_LISTED, preview
+from grpo.preflight.preview import MOST_LISTED, group_lines, preview
 
 HEADER = ["prompt", "date", "reward_action_0", "reward_action_1"]
 
@@ -112,3 +113,9 @@ def test_a_card_is_planned_for_without_looking_at_this_machine(tmp_path):
 
 def test_no_card_no_time(tmp_path):
     assert "step time" not in preview(resolved_run(tmp_path / "run", CPU, DATA=routing(tmp_path)))
+
+
+def test_episodes_of_one_prompt_are_told_apart_by_their_columns():
+    rows = [Row("a.jsonl", n, (("user", "Plan."),), (), {"load": n}) for n in range(3)]
+    assert dict(group_lines(rows[:2], rows[2:], True))["trained on"] == "2 prompts with 1 row each"
+    assert dict(group_lines(rows[:2], rows[2:], False))["trained on"] == "1 prompts with 2 rows each"
