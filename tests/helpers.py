@@ -83,9 +83,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes out the folders that `load_reward` adds: a module of the next test's folder would hide in theirs."""
+def import_path(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Takes out what `load_reward` adds: the next test's module of the same name would not be read otherwise."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+    loaded = set(sys.modules)
+    yield
+    folder = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - loaded:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(folder):
+            del sys.modules[name]
 
 
 @pytest.fixture
