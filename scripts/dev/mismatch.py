@@ -200,6 +200,8 @@ def judge(check: Callable[[Trainer], None], trainer: Trainer, name: str) -> list
         worst = max(row["mean"] for row in rows if row["kind"] == kind and row["when"] != BASE)
         figures.append(figure(f"{name}_adapter_{word}", worst, "nats", "with the test adapter, worst of two rounds"))
     kl = max(row["kl"] for row in rows if row["kind"] == SAMPLED and row["when"] == BASE)
+    rounding = max(row["rounding"] for row in rows if "rounding" in row)
+    figures.append(figure(f"{name}_rounding", rounding, "nats", "the trainer from itself with one more rounding"))
     control = min(row["control_mean"] for row in rows if "control_mean" in row)
     figures.append(figure(f"{name}_base_kl", kl, "nats", "KL(vLLM || trainer) of the sampled tokens, no adapter"))
     return [*figures, figure(f"{name}_control", control, "nats", "with the trainer's adapter off")]

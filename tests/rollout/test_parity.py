@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The train/inference mismatch check against a stub of vLLM."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -11,6 +12,7 @@ from engines import digest, set_adapter
 from helpers import read_csv
 from stub_vllm import SYNCS
 
+from grpo.model.attention import unwrap_peft
 from grpo.output.folder import cut_logs
 from grpo.rollout import parity, weight_sync
 from grpo.rollout.parity import (
@@ -24,6 +26,7 @@ from grpo.rollout.parity import (
     adapter_problem,
     base_problem,
     check_mismatch,
+    rounded_once_more,
     sampled_kl,
 )
 from grpo.settings.table import Settings
@@ -213,11 +216,59 @@ def without(check):
 
 
 @pytest.mark.parametrize(
-    ("mean", "limit", "passes"), [(0.1, 0.1, True), (0.11, 0.1, False), (math.nan, 0.1, False), (math.inf, 0.1, False)]
+    ("mean", "limit", "rounding", "passes"),
+    [
+        (0.1, 0.1, 0.0, True),
+        (0.11, 0.1, 0.073, False),
+        (0.11, 0.1, 0.074, True),  # 1.5 x 0.074
+        (0.11, 0.2, 0.0, True),
+        (0.11, 0.1, math.nan, False),
+        (math.nan, 0.1, 1.0, False),
+        (math.inf, 0.1, 1.0, False),
+    ],
 )
-def test_base_problem(mean, limit, passes):
-    problem = base_problem(mean, limit)
+def test_base_problem(mean, limit, rounding, passes):
+    problem = base_problem(mean, limit, rounding)
     assert problem is None if passes else f"PARITY_LIMIT is {limit:g}" in problem
+
+
+def test_one_more_rounding_changes_as_much_as_rounding_does(build):
+    """BF16 against float32, with the same weights. float32 itself has next to no rounding."""
+    trainer = build()
+    check, network = MismatchCheck(trainer), unwrap_peft(trainer.model)
+    network.bfloat16()
+    before = without(check)
+    with rounded_once_more(network, 1):
+        estimate = (without(check) - before).abs().mean()
+    assert torch.equal(before, without(check)), "the network computes as before"
+    network.float()
+    exact = without(check)
+    with rounded_once_more(network, 1):
+        assert (without(check) - exact).abs().mean() < 1e-5
+    rounding = (exact - before).abs().mean()
+    assert 0.4 < rounding / estimate < parity.PARITY_GROWTH, (rounding, estimate)
+
+
+def test_a_model_whose_log_probs_rounding_shifts_may_differ_more(build, monkeypatch):
+    """What a trained model's unlikely tokens need, and no more than it."""
+
+    @contextlib.contextmanager
+    def coarse(network, seed):
+        network.model.norm.weight.data *= 1.3
+        yield
+        network.model.norm.weight.data /= 1.3
+
+    monkeypatch.setattr(parity, "rounded_once_more", coarse)
+    trainer = build(PARITY_LIMIT=0.001)
+    check = MismatchCheck(trainer)
+    check.compare_base()
+    explained = [parity.PARITY_GROWTH * row["rounding"] for row in check.results]
+    assert min(explained) > trainer.run.settings.PARITY_LIMIT
+    trainer.run.engine.llm.shift = min(explained) - 0.002
+    check.compare_base()
+    trainer.run.engine.llm.shift = max(explained) + 0.002
+    with pytest.raises(ParityError, match="^without an adapter, fixed tokens: .* rounding would explain [0-9.]+: "):
+        check.compare_base()
 
 
 @pytest.mark.parametrize(
