@@ -78,6 +78,31 @@ def read_call(ids: Sequence[int], special: Mapping[str, int], decode: Callable[[
     return Call(author, name, arguments)
 
 
+def write_call(name: str, arguments: Mapping[str, object]) -> str:
+    """A turn that calls a tool, in the form that gpt-oss writes most."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return f"<|channel|>commentary to={NAMESPACE}{name} <|constrain|>json<|message|>{without_tokens(text)}<|call|>"
+
+
+def shown_calls(value: object, names: Sequence[str]) -> list[str]:
+    """The turns of a demonstration: `value` is the column `calls` of a row, a list of {"name": ..., "arguments": {...}}
+    or its JSON text, of the tools `names`. Raises ValueError."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"it is no JSON ({error})") from None
+    if not isinstance(calls, list):
+        raise ValueError(f"it is {type(calls).__name__}, not a list")
+    turns = []
+    for number, call in enumerate(calls, 1):
+        if not isinstance(call, dict) or not isinstance(arguments := call.get("arguments", {}), dict):
+            raise ValueError(f"call {number} is {call!r:.100}, not an object with name and arguments")
+        if call.get("name") not in names:
+            raise ValueError(f"call {number} names no tool: {call.get('name')!r:.100}; there are {', '.join(names)}")
+        turns.append(write_call(call["name"], arguments))
+    return turns
+
+
 def without_tokens(text: str) -> str:
     """The text with `<|name|>` written as `< |name|>`: no tool and no prompt may end a message or begin another."""
     return _BEGIN_OF_TOKEN.sub("< |", text)

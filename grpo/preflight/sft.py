@@ -9,6 +9,8 @@ from grpo.common import Problems
 from grpo.data.files import MOST_PROBLEMS, Row
 from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of, count_tokens
+from grpo.environment.calls import shown_calls
+from grpo.environment.worker import Description
 from grpo.output.folder import RunState, inspect_run
 from grpo.output.layout import ADAPTER, DELETING, NO_RUN, SETTINGS, check_entries, check_output_dir
 from grpo.preflight import resolve
@@ -17,6 +19,8 @@ from grpo.preflight.choices import Choice, choose_sync, choose_total_steps
 from grpo.preflight.resolve import Choices, Facts, ResolvedRun, fill_in
 from grpo.process.ranks import Ranks
 from grpo.settings.table import Settings
+
+CALLS = "calls"  # The column of the calls that an episode shows.
 
 
 def was_killed(out: Path) -> bool:
@@ -38,41 +42,62 @@ def inspect_out(asked: Settings, out: Path, problems: Problems) -> RunState:
     return state
 
 
-def read_answers(rows: Sequence[Row], direct: bool, problems: Problems) -> list[str | None]:
-    """Each row's answer, None if it has none. Adds a problem for each answer that its prompt does not let through."""
-    answers, faults = [], Problems()
+def read_turns(
+    rows: Sequence[Row], direct: bool, environment: Description | None, problems: Problems
+) -> list[list[str]]:
+    """The turns that each row shows, none if it shows none: its answer, and with an `environment` the calls before it.
+    Adds a problem for each answer that its prompt does not let through, and for calls that cannot be read."""
+    turns: list[list[str]] = []
+    faults = Problems()
+    names = [tool["function"]["name"] for tool in environment.tools] if environment else []
     for row in rows:
+        where = f"{row.file}, row {row.number}"
         try:
-            answers.append(answer_of(row, direct))
+            answer = answer_of(row, direct)
         except ValueError as error:
-            fix = "Let prompt and answer begin with the same channel"
-            faults.add(f"{row.file}, row {row.number}", str(error), fix)
-    if rows and not faults and not any(answers):
-        fix = "Add a column `answer`, or rewards that differ"
-        faults.add("DATA", "no row has an answer, or an action better than others", fix)
+            faults.add(where, str(error), "Let prompt and answer begin with the same channel")
+            continue
+        try:
+            calls = shown_calls(row.columns.get(CALLS) or [], names) if environment else []
+        except ValueError as error:
+            faults.add(f"{where}, {CALLS}", str(error), 'Write [{"name": ..., "arguments": {...}}, ...]')
+            continue
+        # An environment's answer may be what its reward needs: without calls it shows nothing.
+        turns.append([*calls, answer] if answer and (calls or not environment) else calls)
+    if rows and not faults and not any(turns):
+        fault, fix = (
+            "no row has an answer, or an action better than others",
+            "Add a column `answer`, or rewards that differ",
+        )
+        if environment:
+            fault, fix = f"no row has a column `{CALLS}`", "Add it (docs/environments.md)"
+        faults.add("DATA", fault, fix)
     problems += faults[:MOST_PROBLEMS]
-    return answers
+    return turns
 
 
-def longest_answer(facts: Facts, answers: Sequence[str | None]) -> int:
-    """The tokens of the longest answer, from which memory is planned; its characters if no tokenizer works."""
-    lengths = {answer: len(answer) for answer in answers if answer}
+def longest_turns(facts: Facts, turns: Sequence[Sequence[str]]) -> int:
+    """The tokens of the longest answer, from which memory is planned; its characters if no tokenizer works. An
+    episode's results are not known yet, so it may be as long as MAX_COMPLETION_LEN."""
+    if facts.environment:
+        return facts.asked.MAX_COMPLETION_LEN
+    lengths = {answer: len(answer) for answers in turns for answer in answers}
     if facts.longest_prompt and facts.files and facts.files.tokenizer:
         lengths = count_tokens(facts.files.tokenizer, list(lengths))
     return max(lengths.values(), default=1)
 
 
-def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, list[str | None]]:
-    """(the resolved run of the settings in `environ` with OUTPUT_DIR=`out`; each row's answer, None if it has none).
+def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, list[list[str]]]:
+    """(the resolved run of the settings in `environ` with OUTPUT_DIR=`out`; the turns of each row, see `read_turns`).
 
     Rows that train_grpo.py would hold out are left out here too, because its run may start from this adapter."""
     settings, sources, problems = load_run_settings(environ)
     settings = dataclasses.replace(settings, OUTPUT_DIR=str(out))
     split = read_split(settings, problems, train_only=True)
-    answers = read_answers(split.train, settings.DIRECT_ANSWERS, problems)
     facts = resolve.read_facts(settings, sources, split, None, Ranks(), problems)
+    turns = read_turns(facts.rows, settings.DIRECT_ANSWERS, facts.environment, problems)
     # There is no rollout that could be learned from again.
-    once, rows = dataclasses.replace(facts.asked, NUM_ITERATIONS=1), sum(map(bool, answers))
+    once, rows = dataclasses.replace(facts.asked, NUM_ITERATIONS=1), sum(map(bool, turns))
     steps = choose_total_steps(once, sources, rows, problems)
     asked = dataclasses.replace(facts.asked, TOTAL_STEPS=steps.value)
     chosen: Choices = {
@@ -84,7 +109,7 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
         "ROLLOUT_SYNC": choose_sync(asked),
     }
     # A completion is here an answer: memory is planned for the longest one.
-    learning = dataclasses.replace(fill_in(asked, chosen), MAX_COMPLETION_LEN=longest_answer(facts, answers))
+    learning = dataclasses.replace(fill_in(asked, chosen), MAX_COMPLETION_LEN=longest_turns(facts, turns))
     planned, inputs, plan = resolve.plan_run(learning, facts, facts.longest_prompt or asked.MAX_PROMPT_LEN)
     resolved = ResolvedRun(
         **vars(facts) | {"asked": asked, "sources": resolve.chosen_sources(asked, facts.sources)},
@@ -96,4 +121,4 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
     )
     kept = {name: getattr(resolved.settings, name) for name in resolve.KEPT_CHOICES}
     check_learning(resolved, dataclasses.replace(learning, **kept), problems)
-    return dataclasses.replace(resolved, problems=problems), answers
+    return dataclasses.replace(resolved, problems=problems), turns

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from grpo.common import InputError
 from grpo.learn.finite import NotFinite
-from grpo.learn.sft import learn_answers, sft_options, tokenize_pairs
+from grpo.learn.sft import learn_answers, sft_options, shown_pairs, tokenize_pairs
 from grpo.model.load import load_tokenizer
 from grpo.output.layout import ADAPTER
 from grpo.preflight.checks import preflight
@@ -83,7 +83,7 @@ def test_a_resumed_run_keeps_its_start(runs):
 def test_only_the_answer_has_labels(tiny):
     tokenizer, answer = load_tokenizer(str(tiny)), "<|channel|>final<|message|>[2]<|return|>"
     prompts = [RENDERED.format(f"hour {8 + n} store 50") for n in range(3)]
-    rows = tokenize_pairs(tokenizer, prompts, [answer, None, answer])
+    rows = tokenize_pairs(tokenizer, prompts, [[answer], [], [answer]])
     assert len(rows["input_ids"]) == 2
     for ids, labels, prompt in zip(rows["input_ids"], rows["labels"], prompts[::2], strict=True):
         assert tokenizer.decode(ids) == prompt + answer and len(ids) == len(labels)
@@ -167,3 +167,74 @@ def test_sft_leaves_out_what_a_run_on_these_rows_would_hold_out(tmp_path):
     assert resolved.settings.TOTAL_STEPS == 17, "2 x 34 rows by 4: there is no rollout to learn from twice"
     resolved, answers = sft_preflight(environ | {"EVAL_SAMPLES": "0"}, tmp_path / "out")
     assert len(answers) == len(resolved.rows) == 40
+
+
+SHOWN = [{"name": "add", "arguments": {"number": 3}}, {"name": "add", "arguments": {"number": -1}}]
+
+
+@pytest.fixture
+def episodes(tmp_path, monkeypatch):
+    """The environment and the settings of SFT on rows with these columns."""
+    monkeypatch.syspath_prepend(ROOT / "tests")
+
+    def settings(*rows):
+        data = tmp_path / "shown.jsonl"
+        data.write_text("".join(json.dumps({"prompt": "Add numbers."} | row) + "\n" for row in rows))
+        changes = {"DATA": data, "ENVIRONMENT": "worlds:Sum", "MAX_COMPLETION_LEN": 400, "EVAL_SAMPLES": 0}
+        changes |= {"MAX_PROMPT_LEN": 600, "TOTAL_STEPS": 1, "PYTHONPATH": ROOT / "tests"}
+        return ENVIRON | {name: str(value) for name, value in changes.items()}
+
+    return settings
+
+
+def test_sft_learns_what_an_episode_shows(episodes, tmp_path, tiny, monkeypatch):
+    """Calls have labels, and an answer where the environment is not done; results and the reset's text have none."""
+    rows = {"target": 2, "calls": SHOWN}, {"target": 5, "calls": json.dumps(SHOWN), "answer": "two"}, {"target": 1}
+    environ = episodes(*rows)
+    resolved, turns = sft_preflight(environ, tmp_path / "out")
+    assert not resolved.problems and list(map(len, turns)) == [2, 3, 0]
+    pairs, tokenizer = shown_pairs(resolved, load_tokenizer(str(tiny)), turns), load_tokenizer(str(tiny))
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{{"number": {}}}<|call|>'
+    calls = call.format(3) + call.format(-1)
+    learned = [tokenizer.decode([label for label in labels if label != -100]) for labels in pairs["labels"]]
+    assert learned == [calls, calls + "<|channel|>final<|message|>two<|return|>"]
+    result = "<|start|>functions.add to=assistant<|channel|>commentary<|message|>total {}<|end|><|start|>assistant"
+    text = tokenizer.decode(pairs["input_ids"][1])
+    assert text.endswith(f"Reach 5.<|end|><|start|>assistant{call.format(3)}{result.format(3)}{call.format(-1)}"
+                         f"{result.format(2)}<|channel|>final<|message|>two<|return|>")  # fmt: skip
+    run_python("scripts/sft.py", "--out", tmp_path / "out", **environ)
+    assert (tmp_path / "out" / ADAPTER).is_file()
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (
+            {"calls": [{"name": "sub", "arguments": {}}]},
+            "shown.jsonl, row 1, calls: call 1 names no tool: 'sub'; there",
+        ),
+        ({"calls": "[3"}, "calls: it is no JSON"),
+        ({"calls": {"name": "add"}}, "calls: it is dict, not a list"),
+        ({"calls": [{"name": "add", "arguments": "2"}]}, "calls: call 1 is {'name': 'add', 'arguments': '2'}, not an"),
+        ({"answer": "two"}, "DATA: no row has a column `calls`"),
+    ],
+)
+def test_calls_that_cannot_be_shown_are_named(episodes, tmp_path, row, problem):
+    assert problem in only(sft_preflight(episodes({"target": 2} | row), tmp_path / "out")[0].problems)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (
+            {"target": 9, "calls": SHOWN},
+            "row 1: the episode goes on behind its 2 calls. Add calls, or a column `answer`",
+        ),
+        ({"target": 9, "calls": 5 * SHOWN}, "row 1: the episode ended by `turns` in turn 3 of 10"),
+    ],
+)
+def test_an_episode_that_does_not_go_as_shown_ends_sft(episodes, tmp_path, tiny, row, problem):
+    resolved, turns = sft_preflight(episodes(row) | {"MAX_TURNS": "3"}, tmp_path / "out")
+    assert not resolved.problems
+    with pytest.raises(InputError, match=re.escape(problem)):
+        shown_pairs(resolved, load_tokenizer(str(tiny)), turns)
