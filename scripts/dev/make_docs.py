@@ -141,9 +141,9 @@ def exit_codes() -> str:
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"cards": fitting_cards},
-    "docs/choosing.md": {"sweep": language_tables.sweep_table},
     "docs/install.md": {"costs": costs},
     "docs/maintainers/language.md": {
+        "sweep": language_tables.sweep_table,
         "gains": language_tables.gains_table,
         "completions": language_tables.completions_table,
     },
