@@ -40,7 +40,7 @@ from grpo.preflight.choices import choose_checkpointing, choose_experts
 from grpo.preflight.preview import START_SECONDS
 from grpo.process.ending import ExitCode
 from grpo.settings.help import setting_rows
-from grpo.settings.parsing import MAY_CHANGE
+from grpo.settings.parsing import MAY_CHANGE, accepted_words
 from grpo.settings.table import Settings
 from scripts.dev import architecture, language_tables
 
@@ -54,6 +54,9 @@ def settings_tables() -> str:
     for group, name, default, tiny, unit, text in setting_rows():
         default = f"`{default}`" + (f"; tiny: `{tiny}`" if tiny else "")
         star = "*" if name in MAY_CHANGE else ""
+        words = accepted_words(name)
+        if words and all(f"`{word}`" in text for word in words):
+            unit = ""  # The sentence names every choice already.
         groups.setdefault(group, []).append([f"`{name}`{star}", default, unit, text])
     header = ["Setting", "Default", "Unit and limits", "Meaning"]
     return "\n\n".join(f"## {group}\n\n{table(header, rows)}" for group, rows in groups.items())
