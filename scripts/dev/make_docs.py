@@ -49,7 +49,8 @@ table = functools.partial(markdown_table, longest_cell=2000)  # More than any ce
 
 
 def settings_tables() -> str:
-    """Every setting by group; a star marks those that may change when a run is resumed."""
+    """Every setting by group, without its limits, which `--help` and refusals name; a star marks those that may
+    change when a run is resumed."""
     groups: dict[str, list[list[str]]] = {}
     for group, name, default, tiny, unit, text in setting_rows():
         default = f"`{default}`" + (f"; tiny: `{tiny}`" if tiny else "")
@@ -57,8 +58,9 @@ def settings_tables() -> str:
         words = accepted_words(name)
         if words and all(f"`{word}`" in text for word in words):
             unit = ""  # The sentence names every choice already.
+        unit = "; ".join(part for part in unit.split("; ") if part[:1] not in "<>")
         groups.setdefault(group, []).append([f"`{name}`{star}", default, unit, text])
-    header = ["Setting", "Default", "Unit and limits", "Meaning"]
+    header = ["Setting", "Default", "Unit", "Meaning"]
     return "\n\n".join(f"## {group}\n\n{table(header, rows)}" for group, rows in groups.items())
 
 
