@@ -58,7 +58,8 @@ def settings_tables() -> str:
         words = accepted_words(name)
         if words and all(f"`{word}`" in text for word in words):
             unit = ""  # The sentence names every choice already.
-        unit = "; ".join(part for part in unit.split("; ") if part[:1] not in "<>")
+        parts = [part.removeprefix("one of ") for part in unit.split("; ") if part[:1] not in "<>"]
+        unit = "flag" if parts and parts[0].endswith("0 or 1") else "; ".join(parts)
         groups.setdefault(group, []).append([f"`{name}`{star}", default, unit, text])
     header = ["Setting", "Default", "Unit", "Meaning"]
     return "\n\n".join(f"## {group}\n\n{table(header, rows)}" for group, rows in groups.items())
@@ -133,9 +134,9 @@ def costs() -> str:
         totals = [START_SECONDS + settings.TOTAL_STEPS * a + b for a, b in zip(steps, evaluations, strict=True)]
         hours = [seconds / 3600 for seconds in totals]
         known = {2: "measured", 1: "partly measured", 0: "estimate"}[len(NAMES[name].measured)]
-        seconds, cost = (" to ".join(f"{v:.0f}" for v in values) for values in (steps, [h * price for h in hours]))
-        rows.append([name, seconds, known, " to ".join(f"{h:.1f}" for h in hours), f"{price:.2f}", cost, source])
-    return table(["Card", "s a step", "", "Hours", "$ an hour", "$", "Price"], rows)
+        cost = " to ".join(f"{h * price:.0f}" for h in hours)
+        rows.append([name, " to ".join(f"{h:.1f}" for h in hours), known, f"{price:.2f}", cost, source])
+    return table(["Card", "Hours", "", "$ an hour", "$", "Price"], rows)
 
 
 def exit_codes() -> str:
