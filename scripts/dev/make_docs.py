@@ -40,7 +40,7 @@ from grpo.preflight.choices import choose_checkpointing, choose_experts
 from grpo.preflight.preview import START_SECONDS
 from grpo.process.ending import ExitCode
 from grpo.settings.help import setting_rows
-from grpo.settings.parsing import MAY_CHANGE
+from grpo.settings.parsing import MAY_CHANGE, accepted_words
 from grpo.settings.table import Settings
 from scripts.dev import architecture, language_tables
 
@@ -49,13 +49,19 @@ table = functools.partial(markdown_table, longest_cell=2000)  # More than any ce
 
 
 def settings_tables() -> str:
-    """Every setting by group; a star marks those that may change when a run is resumed."""
+    """Every setting by group, without its limits, which `--help` and refusals name; a star marks those that may
+    change when a run is resumed."""
     groups: dict[str, list[list[str]]] = {}
     for group, name, default, tiny, unit, text in setting_rows():
         default = f"`{default}`" + (f"; tiny: `{tiny}`" if tiny else "")
         star = "*" if name in MAY_CHANGE else ""
+        words = accepted_words(name)
+        if words and all(f"`{word}`" in text for word in words):
+            unit = ""  # The sentence names every choice already.
+        parts = [part.removeprefix("one of ") for part in unit.split("; ") if part[:1] not in "<>"]
+        unit = "flag" if parts and parts[0].endswith("0 or 1") else "; ".join(parts)
         groups.setdefault(group, []).append([f"`{name}`{star}", default, unit, text])
-    header = ["Setting", "Default", "Unit and limits", "Meaning"]
+    header = ["Setting", "Default", "Unit", "Meaning"]
     return "\n\n".join(f"## {group}\n\n{table(header, rows)}" for group, rows in groups.items())
 
 
@@ -128,9 +134,9 @@ def costs() -> str:
         totals = [START_SECONDS + settings.TOTAL_STEPS * a + b for a, b in zip(steps, evaluations, strict=True)]
         hours = [seconds / 3600 for seconds in totals]
         known = {2: "measured", 1: "partly measured", 0: "estimate"}[len(NAMES[name].measured)]
-        seconds, cost = (" to ".join(f"{v:.0f}" for v in values) for values in (steps, [h * price for h in hours]))
-        rows.append([name, seconds, known, " to ".join(f"{h:.1f}" for h in hours), f"{price:.2f}", cost, source])
-    return table(["Card", "s a step", "", "Hours", "$ an hour", "$", "Price"], rows)
+        cost = " to ".join(f"{h * price:.0f}" for h in hours)
+        rows.append([name, " to ".join(f"{h:.1f}" for h in hours), known, f"{price:.2f}", cost, source])
+    return table(["Card", "Hours", "", "$ an hour", "$", "Price"], rows)
 
 
 def exit_codes() -> str:
@@ -141,9 +147,9 @@ def exit_codes() -> str:
 # Pages, and the functions that make their text between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"cards": fitting_cards},
-    "docs/choosing.md": {"sweep": language_tables.sweep_table},
     "docs/install.md": {"costs": costs},
     "docs/maintainers/language.md": {
+        "sweep": language_tables.sweep_table,
         "gains": language_tables.gains_table,
         "completions": language_tables.completions_table,
     },
