@@ -37,9 +37,9 @@ LOG_LINES = 10  # The training prints about this many lines.
 def tokenize_pairs(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], answers: Sequence[Sequence[str]]
 ) -> Pairs:
-    """`input_ids` and `labels` of every row that has an answer, the only one of its list. The label of each token of the
-    prompt is -100, which the loss leaves out. Prompt and answer are tokenized separately, like prompt and completion of
-    a rollout."""
+    """`input_ids` and `labels` of every row that has an answer, the only one of its list. The label of each token of
+    the prompt is -100, which the loss leaves out. Prompt and answer are tokenized separately, like prompt and
+    completion of a rollout."""
     pairs = [(prompt, answer) for prompt, own in zip(prompts, answers, strict=True) for answer in own]
     prompt_ids, answer_ids = (tokenizer(text=list(texts))["input_ids"] for texts in zip(*pairs, strict=True))
     rows = list(zip(prompt_ids, answer_ids, strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes whose turns are given, as scripts/sft.py learns from them."""
+"""Episodes whose turns rows show, as scripts/sft.py learns from them."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ Pairs = dict[str, list[list[int]]]
 
 
 class NoTurnLeft(Exception):
-    """An episode goes on behind its last given turn."""
+    """An episode goes on behind the last turn that its row shows."""
 
 
 class Recital(Sampler):
-    """Writes given turns, one after the other."""
+    """Writes turns that it got, one after the other."""
 
     def __init__(self) -> None:
         self.turns: Iterator[list[int]] = iter(())
@@ -36,29 +36,31 @@ class Recital(Sampler):
 def play_demonstrations(
     player: EpisodePlayer, rows: Sequence[Row], turns: Sequence[Sequence[str]], sampling: Sampling
 ) -> Pairs:
-    """`input_ids` and `labels` of each row's episode, whose `turns` are given; rows without turns are left out. Only
+    """`input_ids` and `labels` of each row's episode, whose `turns` it shows; rows without turns are left out. Only
     what the model writes has labels; -100, which the loss leaves out, stands for prompt and results.
 
     `player` plays with a Recital. Raises InputError for an episode that does not go as its turns do."""
     recital = player.sampler
     assert isinstance(recital, Recital)
     pairs: Pairs = {"input_ids": [], "labels": []}
-    for row, given in zip(rows, turns, strict=True):
-        if not given:
+    for row, row_turns in zip(rows, turns, strict=True):
+        if not row_turns:
             continue
-        recital.turns = iter([player.encode(text) for text in given])
+        recital.turns = iter([player.encode(text) for text in row_turns])
         where = f"{row.file}, row {row.number}: the episode"
         try:
             (sample,) = player.play([row], sampling)
         except NoTurnLeft:
             raise InputError(
-                f"{where} goes on behind its {len(given)} calls. Add calls, or a column `answer`"
+                f"{where} goes on behind its {len(row_turns)} turns. Add calls, or a column `answer`"
             ) from None
         episode = sample.episode
         assert episode
         if episode.is_cut or episode.has_failed or episode.unread:
             fault = f" ({episode.fault})" if episode.fault else ""
-            raise InputError(f"{where} ended by `{episode.end}`{fault} in turn {len(episode.turns)} of {len(given)}")
+            raise InputError(
+                f"{where} ended by `{episode.end}`{fault} in turn {len(episode.turns)} of {len(row_turns)}"
+            )
         own = zip(sample.ids, episode.learned, strict=True)
         pairs["input_ids"].append([*episode.prompt_ids, *sample.ids])
         pairs["labels"].append([-100] * len(episode.prompt_ids) + [token if kind else -100 for token, kind in own])

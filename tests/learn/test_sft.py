@@ -228,7 +228,7 @@ def test_calls_that_cannot_be_shown_are_named(episodes, tmp_path, row, problem):
     [
         (
             {"target": 9, "calls": SHOWN},
-            "row 1: the episode goes on behind its 2 calls. Add calls, or a column `answer`",
+            "row 1: the episode goes on behind its 2 turns. Add calls, or a column `answer`",
         ),
         ({"target": 9, "calls": 5 * SHOWN}, "row 1: the episode ended by `turns` in turn 3 of 10"),
     ],
