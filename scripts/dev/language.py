@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Does the main road learn language? Trains a small trained model on three tasks, by sampled reasoning through vLLM.
+"""Does the main road learn language? Trains a small trained model on tasks in English, sampled through vLLM.
 
     python scripts/dev/language.py warm stories --seed 1 --model checkpoints/smollm2 --out runs/stories-1
     python scripts/dev/language.py learn runs/stories-1 --name grpo --set LEARNING_RATE=3e-4
     python scripts/dev/language.py imitate runs/stories-1 --name sft --set TOTAL_STEPS=100
     python scripts/dev/language.py collect runs --results docs/results/language.json
 
-`warm` writes the rows of a task (stories, tickets, sentences) and OUT/model: the checkpoint after a supervised warm-up
-that teaches the form of answers, and not which is right. `learn` runs train_grpo.py from there, as a user would.
-`imitate` runs scripts/sft.py on right answers to the same rows instead, and scores it on the held-out rows. `collect`
-writes the held-out rewards before and after, their paired differences and the seconds of all runs in a folder, and
-beside them, as .jsonl, ten completions of the first and of the last step of one run of each task.
+`warm` writes the rows of a task (stories, tickets, sentences, days) and OUT/model: the checkpoint after a supervised
+warm-up that teaches the form of answers, and not which is right. `learn` runs train_grpo.py from there, as a user
+would. `imitate` runs scripts/sft.py on right answers to the same rows instead, and scores it on the held-out rows.
+`collect` writes the held-out rewards before and after, their paired differences and the seconds of all runs in a
+folder, and beside them, as .jsonl, ten completions of the first and of the last step of one run of each task.
 docs/maintainers/language.md has what came out.
 
 Exit codes: 0 done, 2 a usage error; those of the program that fails.
@@ -20,6 +20,7 @@ Exit codes: 0 done, 2 a usage error; those of the program that fails.
 import argparse
 import json
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +37,8 @@ from grpo.process.child import run_child
 from grpo.process.ending import run_script
 from grpo.settings.parsing import parse_assignment
 from scripts.dev import record
-from scripts.dev.language_rows import TASKS, write_rows
+from scripts.dev.language_days import rule_rewards
+from scripts.dev.language_rows import TASKS, read_rows, write_rows
 from scripts.dev.record import Figure, Json, figure, read_json
 
 WARMUP = record.split_settings("""REWARDS=format EVAL_SHARE=0 LORA_R=32 LORA_ALPHA=64 PROMPTS_PER_STEP=32
@@ -58,7 +60,7 @@ def warm(options: argparse.Namespace) -> None:
     rows, adapter = options.out / "rows", options.out / "warmup"
     write_rows(TASKS[options.task], rows, options.seed)
     settings = {"MODEL_ID": str(options.model), "DATA": str(rows / "warmup.jsonl"), "SEED": str(options.seed)}
-    settings |= WARMUP | dict(options.set)
+    settings |= TASKS[options.task].settings | WARMUP | dict(options.set)
     seconds = run([ROOT / "scripts/sft.py", "--out", adapter], settings)
     seconds += run([ROOT / "scripts/export.py", adapter, "--out", options.out / "model"], {})
     write_run(options.out, options.task, options.seed, settings, seconds)
@@ -141,6 +143,11 @@ def task_figures(folder: Path) -> list[Figure]:
     figures = [scored(f"{name}.start", start["before"], ""), scored(f"{name}.start.greedy", start["before_greedy"], "")]
     figures += [figure(f"{name}.warmup_seconds", ran["seconds"], "s", "beside other runs")]
     figures += [row for run in runs for row in run_figures(run, start["before"])]
+    if ran["task"] == "days" and "grpo" in evaluations:
+        rule, rewards = rule_rewards(read_rows(folder / "rows/heldout.jsonl"))
+        figures.append(figure(f"{name}.rule", statistics.fmean(rewards), "reward", f"the best rule, {rule}"))
+        after = {"reward_by_prompt": rewards}, evaluations["grpo"]["after"]
+        figures += difference(f"{name}.grpo_over_rule", *after, "GRPO minus the best rule")
     if {"grpo", "sft"} <= evaluations.keys():
         ends = (evaluations[run]["after"] for run in ("grpo", "sft"))
         figures += difference(f"{name}.sft_over_grpo", *ends, "SFT on right answers minus GRPO")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three tasks in plain English, generated: word problems, tickets to route, and sentences that an own function scores.
+"""Tasks in plain English, generated: word problems, tickets to route, sentences that an own function scores, and days
+of the plant, whose hours are calls of a tool.
 
 Each has rows to train on, held-out rows whose sentences and numbers or words differ, rows for the warm-up, whose
 answers have the right form and a random content, and the training rows with a right answer, for comparison with SFT."""
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo.harmony import answer_turn
+from scripts.dev.language_days import draw_day
 from scripts.dev.record import split_settings
 
 Row = dict[str, Any]
+Shown = str | list[Row]  # a completion, or the calls of an episode
 TEXTS: dict[str, Any] = tomllib.loads((Path(__file__).parent / "language.toml").read_text(encoding="utf-8"))
 RELATED = (3, 2, 1, 0)  # A desk that can pass such a ticket on: it earns RELATED_REWARD.
 RELATED_REWARD = 0.4
@@ -26,7 +29,7 @@ class Task:
     """A task's rows and the settings of its runs."""
 
     # (random numbers, `train`, `heldout` or `warmup`) -> the row, a right completion, one for the warm-up.
-    draw: Callable[[random.Random, str], tuple[Row, str, str]]
+    draw: Callable[[random.Random, str], tuple[Row, Shown, Shown]]
     settings: dict[str, str]
 
 
@@ -119,13 +122,15 @@ def draw_sentence(rng: random.Random, part: str) -> tuple[Row, str, str]:
 
 SHARED = "EVAL_SAMPLES=4 EVAL_STEPS=0 LORA_R=16 LORA_ALPHA=32 PROMPTS_PER_STEP=16 NUM_GENERATIONS=8 TOTAL_STEPS=60"
 
-
+# A turn is a call without reasoning, of some 20 tokens; its result has as many.
+DAY = "TASK=tes_day MAX_PROMPT_LEN=800 MAX_COMPLETION_LEN=700 MAX_TURNS=10 MAX_TURN_LEN=40"
 TASKS = {
     "stories": Task(draw_story, split_settings(f"{SHARED} REWARDS=gsm8k MAX_COMPLETION_LEN=64")),
     "tickets": Task(draw_ticket, split_settings(f"{SHARED} REWARDS=action MAX_COMPLETION_LEN=64")),
     "sentences": Task(
         draw_sentence, split_settings(f"{SHARED} REWARDS=scripts.dev.language_reward:obeys MAX_COMPLETION_LEN=96")
     ),
+    "days": Task(draw_day, split_settings(f"{SHARED} REWARDS=environment {DAY}")),
 }
 ROWS, HELDOUT_ROWS, WARMUP_ROWS = 600, 200, 3000
 
@@ -148,6 +153,12 @@ def write_rows(task: Task, folder: Path, seed: int) -> None:
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
-def with_answer(row: Row, text: str) -> Row:
-    """A row of scripts/sft.py: the prompt and the whole completion."""
-    return {"prompt": row.get("prompt", row.get("question")), "answer": text}
+def read_rows(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def with_answer(row: Row, shown: Shown) -> Row:
+    """A row of scripts/sft.py: the prompt and the whole completion, or the episode and its calls."""
+    if isinstance(shown, list):
+        return row | {"calls": shown}
+    return {"prompt": row.get("prompt", row.get("question")), "answer": shown}

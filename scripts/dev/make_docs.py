@@ -40,7 +40,7 @@ from grpo.preflight.choices import choose_checkpointing, choose_experts
 from grpo.preflight.preview import START_SECONDS
 from grpo.process.ending import ExitCode
 from grpo.settings.help import setting_rows
-from grpo.settings.parsing import MAY_CHANGE, accepted_words
+from grpo.settings.parsing import MAY_CHANGE
 from grpo.settings.table import Settings
 from scripts.dev import architecture, language_tables
 
@@ -49,19 +49,13 @@ table = functools.partial(markdown_table, longest_cell=2000)  # More than any ce
 
 
 def settings_tables() -> str:
-    """Every setting by group, without its limits, which `--help` and refusals name; a star marks those that may
-    change when a run is resumed."""
+    """Every setting by group; a star marks those that may change when a run is resumed."""
     groups: dict[str, list[list[str]]] = {}
     for group, name, default, tiny, unit, text in setting_rows():
         default = f"`{default}`" + (f"; tiny: `{tiny}`" if tiny else "")
         star = "*" if name in MAY_CHANGE else ""
-        words = accepted_words(name)
-        if words and all(f"`{word}`" in text for word in words):
-            unit = ""  # The sentence names every choice already.
-        parts = [part.removeprefix("one of ") for part in unit.split("; ") if part[:1] not in "<>"]
-        unit = "flag" if parts and parts[0].endswith("0 or 1") else "; ".join(parts)
         groups.setdefault(group, []).append([f"`{name}`{star}", default, unit, text])
-    header = ["Setting", "Default", "Unit", "Meaning"]
+    header = ["Setting", "Default", "Unit and limits", "Meaning"]
     return "\n\n".join(f"## {group}\n\n{table(header, rows)}" for group, rows in groups.items())
 
 
