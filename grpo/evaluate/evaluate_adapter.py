@@ -197,10 +197,7 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
     print(f"{kind} at temperature {s.EVAL_TEMPERATURE:g}, {exact.reason}; {engine}", flush=True)
     prompts = [row.prompt for row in rows for _ in range(s.EVAL_SAMPLES)]
     model = start_model(s, files, options.run, machine, use_vllm, prompts, tools)
-    functions = load_rewards(specs, s)
-    names, weights = [function.__name__ for function in functions], [weight for _, weight in specs]
-    evaluation = HeldoutEvaluation(
-        model, rows, exact.value, names, functions, weights, initial_trainer_state(s.TOTAL_STEPS)
-    )
+    state = initial_trainer_state(s.TOTAL_STEPS)
+    evaluation = HeldoutEvaluation(model, rows, exact.value, load_rewards(specs, s), state)
     evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in requested_models(options)])
     return write_results(path, results, evaluation_table(results)), path

@@ -167,12 +167,6 @@ class ResolvedRun(Facts):
         """Whether the simulator goes through all states that can be reached, instead of samples of them."""
         return bool(self.choices["exact_loop"].value)
 
-    @property
-    def action_functions(self) -> tuple[int, ...]:
-        """Indices in `reward_specs` of the functions that score all actions of a row; empty without EXPECTED_REWARD."""
-        names = [name for name, _ in self.reward_specs if self.settings.EXPECTED_REWARD]
-        return tuple(n for n, name in enumerate(names) if is_by_action(name))
-
 
 def fill_in(settings: Settings, chosen: Choices) -> Settings:
     return dataclasses.replace(settings, **{name: choice.value for name, choice in chosen.items() if name in FIELDS})
