@@ -138,7 +138,7 @@ def simulate(options: argparse.Namespace) -> tuple[str, Path]:
         raise InputError(*dict.fromkeys(problems))
     use_vllm, engine = choose_engine(s, files, machine)
     parameters = count_parameters(files.config)["total"]
-    exact = choose_exact_loop(s, choose_exact(s, use_vllm, parameters, plan.why_sampled), parameters)
+    exact = choose_exact_loop(s, choose_exact(s, use_vllm, parameters, (), plan.why_sampled), parameters)
     record = simulator.new_record(plan, s, s.EVAL_SAMPLES, exact.value)
     kind = "exact" if exact.value else "sampled"
     print(f"{s.MODEL_ID}, {plan.reason}, {kind}: {exact.reason}; {engine}", flush=True)
@@ -176,9 +176,7 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
     use_vllm, engine = choose_engine(s, files, machine)
-    opened = any(not row.prompt.endswith("<|start|>assistant") for row in rows)
-    actions, parameters = all(row.rewards for row in rows), count_parameters(files.config)["total"]
-    exact = choose_exact(s, use_vllm, parameters, "", opened, actions)
+    exact = choose_exact(s, use_vllm, count_parameters(files.config)["total"], rows)
     results = new_results(s, rows, exact.value) | {
         "model": s.MODEL_ID,
         "adapter": options.run.resolve().name if options.run else None,

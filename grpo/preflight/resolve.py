@@ -262,9 +262,7 @@ def resolve(facts: Facts, problems: Problems) -> ResolvedRun:
         template, own_profile = facts.files.template if facts.files else "", sources["EVAL_PROFILE"] == "environment"
         closed_loop = simulator.plan(asked, eval_rows, template, use_vllm.value, own_profile, problems)
     parameters = hub.count_parameters(facts.config)["total"] if facts.config else 0
-    opens_channel = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
-    has_rewards = all(row.rewards for row in eval_rows)
-    exact = choices.choose_exact(asked, use_vllm.value, parameters, closed_loop.why_sampled, opens_channel, has_rewards)
+    exact = choices.choose_exact(asked, use_vllm.value, parameters, eval_rows, closed_loop.why_sampled)
     chosen |= {
         **planned,
         "exact": exact,
