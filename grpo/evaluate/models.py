@@ -205,31 +205,20 @@ def start_model(
 ) -> EvaluatedModel:
     """Load the base model, downloaded if necessary, with its adapter, and with ENVIRONMENT what plays its episodes with
     these `tools`. Raises InputError and EngineError."""
-    model = load_evaluated(settings, files, adapter, machine, use_vllm, prompts)
+    if problem := fetch_weights(settings.MODEL_ID, files):
+        raise InputError(problem)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    machine, attention = machine.limited(settings.GPU_MEM_LIMIT), "eager"
+    if settings.DIRECT_ANSWERS:
+        attention = choose_attention(settings.ATTN_IMPL, machine.gpus).value
+        attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
+    model: EvaluatedModel
+    if use_vllm:
+        model = start_vllm_model(settings, files, adapter, machine, prompts)
+    else:
+        model = load_torch_model(settings_alone(settings, files.config, machine), files, adapter, attention)
     if settings.ENVIRONMENT:
         pool, ends = EnvironmentPool(settings.ENVIRONMENT, settings.ENV_TIMEOUT), model.ends
         parts = model.sampler.sampler, pool, model.tokenizer, ends, settings, tools, files.template
         model.player = EpisodePlayer(*parts, at_once=GENERATION_BATCHES[0], wants_copy=True)
     return model
-
-
-def load_evaluated(
-    settings: Settings,
-    files: ModelFiles,
-    adapter: Path | None,
-    machine: Machine,
-    use_vllm: bool,
-    prompts: Sequence[str],
-) -> EvaluatedModel:
-    """The model of `start_model`."""
-    if problem := fetch_weights(settings.MODEL_ID, files):
-        raise InputError(problem)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    machine = machine.limited(settings.GPU_MEM_LIMIT)
-    if use_vllm:
-        return start_vllm_model(settings, files, adapter, machine, prompts)
-    attention = "eager"
-    if settings.DIRECT_ANSWERS:
-        attention = choose_attention(settings.ATTN_IMPL, machine.gpus).value
-        attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
-    return load_torch_model(settings_alone(settings, files.config, machine), files, adapter, attention)
