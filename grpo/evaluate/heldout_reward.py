@@ -16,7 +16,7 @@ from grpo.figures import statistics
 from grpo.figures.text import object_at, with_interval
 from grpo.harmony import answer_turn, completion_of
 from grpo.learn.trainer import Trainer
-from grpo.output.durable import is_intact, read_sealed, write_sealed
+from grpo.output.durable import read_measured, write_sealed
 from grpo.phases import Phase
 from grpo.reward.calling import Reward
 from grpo.reward.episode import Episode
@@ -168,7 +168,7 @@ def measure_rewards(evaluation: HeldoutEvaluation, folder: Path, base: bool, sta
     measured under the same conditions."""
     path = folder / "evaluation.json"
     results = new_results(evaluation.model.settings, evaluation.rows, evaluation.exact)
-    earlier = read_sealed(path) if is_intact(path) else {}
+    earlier = read_measured(path)
     is_same = all(earlier.get(name) == results[name] for name in ("samples", "temperature", "exact", "data_sha256"))
     for names in [("before", "before_greedy"), ("start", "start_greedy")] if is_same else []:
         if all(are_figures(earlier.get(name), len(evaluation.rows)) for name in names):
