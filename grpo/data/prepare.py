@@ -34,11 +34,7 @@ class UnpreparedPrompt(Exception):
 
 
 def prepare_rows(
-    settings: Settings,
-    files: PromptFiles | None,
-    problems: Problems,
-    split: Split,
-    tools: Tools = (),
+    settings: Settings, files: PromptFiles | None, problems: Problems, split: Split, tools: Tools = ()
 ) -> Split:
     """The rows of `split` with rendered prompts, and the tokens of the longest one. A prompt of more tokens than
     MAX_PROMPT_LEN is a problem.

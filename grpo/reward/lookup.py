@@ -51,12 +51,7 @@ class RewardLookup:
     The functions are called with made-up completions that answer `[k]` and nothing else, as the checks before a run
     call them, so that columns, weights and INVALID_REWARD count as in training."""
 
-    def __init__(
-        self,
-        functions: Sequence[Reward],
-        columns: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-    ):
+    def __init__(self, functions: Sequence[Reward], columns: Sequence[str], tokenizer: PreTrainedTokenizerBase):
         """`functions` are all reward functions of the run, `columns` the names of all columns."""
         self.functions, self.columns, self.tokenizer = functions, columns, tokenizer
         self.looked_up = [function for function in functions if is_by_action(function.name)]
