@@ -21,7 +21,7 @@ from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer, stop_tokens
 from grpo.output.durable import read_json
 from grpo.plan.engine_memory import plan_engine
-from grpo.plan.hub import ModelConfig, ModelFiles, checkpoint_gib, fetch_weights, has_mxfp4
+from grpo.plan.hub import ModelConfig, ModelFiles, fetch_weights, has_mxfp4, weights_gib
 from grpo.plan.machine import Machine
 from grpo.plan.memory import GPU_SHARE, PlanInputs, generation_gib
 from grpo.preflight.adapter import CONFIG, is_on_experts
@@ -187,9 +187,8 @@ def settings_alone(settings: Settings, config: ModelConfig, machine: Machine) ->
     if not machine.gpus:
         return choices[0]
     for choice in choices:
-        weights = checkpoint_gib({**config, "quantization_config": None} if choice.EXPERTS == "bf16" else config)
         generation = generation_gib(choice, inputs, choice.GENERATION_BATCH or 1)
-        if weights + generation <= machine.gpu_free * GPU_SHARE:
+        if weights_gib(config, choice.EXPERTS == "mxfp4") + generation <= machine.gpu_free * GPU_SHARE:
             return choice
     return choices[-1]  # It takes the least.
 
