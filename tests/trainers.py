@@ -25,7 +25,7 @@ from grpo.preflight.choices import choose_epsilon_high, choose_rewards, choose_s
 from grpo.process.ending import StopRequest
 from grpo.process.ranks import Ranks
 from grpo.reward.calling import load_rewards
-from grpo.reward.loading import is_by_action, reward_specs
+from grpo.reward.loading import reward_specs
 from grpo.rollout.sampler import Sample
 from grpo.settings.table import FIELDS, Settings
 from grpo.tasks.simulator import SimulationPlan
@@ -44,7 +44,6 @@ def build(settings, tiny, folder, ranks=None, rows=None):
     """A trainer on the tiny model, over four rows by default, built as `train_grpo.train` builds it."""
     rows = rows or four_rows()
     specs = reward_specs(choose_rewards(settings.REWARDS, rows, settings.ENVIRONMENT).value)
-    by_action = [n for n, (name, _) in enumerate(specs) if settings.EXPECTED_REWARD and is_by_action(name)]
     scale, high = choose_scale_rewards(settings.SCALE_REWARDS).value, choose_epsilon_high(settings).value
     settings = dataclasses.replace(settings, SCALE_REWARDS=scale, EPSILON_HIGH=high)
     resolved = SimpleNamespace(
@@ -55,7 +54,6 @@ def build(settings, tiny, folder, ranks=None, rows=None):
         attention="eager",
         packing="prefix",
         ranks=ranks or Ranks(),
-        action_functions=tuple(by_action),
         closed_loop=SimulationPlan(),
         reward_specs=specs,
         environment=None,

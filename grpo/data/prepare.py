@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows prepared once, for training, SFT, evaluation, asking and verl: read, split, rendered and counted.
+"""Rows prepared once, for training, SFT, evaluation and asking: rendered and counted.
 
 With DIRECT_ANSWERS every prompt also opens its answer. What follows needs no model: rewards, plans and logs."""
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from grpo.common import InputError, Problems, format_exception
 from grpo.data.files import Row
 from grpo.data.formats import Cell
-from grpo.data.heldout import Split, read_split
+from grpo.data.heldout import Split
 from grpo.data.prompts import count_tokens, render, template_arguments, template_variables
 from grpo.harmony import open_answer
 from grpo.phases import with_progress
@@ -34,22 +34,14 @@ class UnpreparedPrompt(Exception):
 
 
 def prepare_rows(
-    settings: Settings,
-    files: PromptFiles | None,
-    problems: Problems,
-    split: Split | None = None,
-    train_only: bool = False,
-    tools: Tools = (),
+    settings: Settings, files: PromptFiles | None, problems: Problems, split: Split, tools: Tools = ()
 ) -> Split:
-    """The rows of a run with rendered prompts, and the tokens of the longest one. A prompt of more tokens than
+    """The rows of `split` with rendered prompts, and the tokens of the longest one. A prompt of more tokens than
     MAX_PROMPT_LEN is a problem.
 
-    `tools` are the schemas of an environment's tools, which every prompt then lists.
-
-    `split` are rows that were read already; without it, DATA and the held-out rows are read, see `read_split`. Prompts
-    stay unrendered, with a `longest_prompt` of 0, without a tokenizer (`files`; verl renders by itself), and where the
-    template or tokenizer fails, which is a problem."""
-    split = split or read_split(settings, problems, train_only)
+    `tools` are the schemas of an environment's tools, which every prompt then lists. Prompts stay unrendered, with a
+    `longest_prompt` of 0, without a tokenizer (`files`), and where the template or tokenizer fails, which is a
+    problem."""
     if files is None or files.tokenizer is None:
         return split
     rows = [*split.train, *split.heldout]

@@ -138,7 +138,7 @@ def simulate(options: argparse.Namespace) -> tuple[str, Path]:
         raise InputError(*dict.fromkeys(problems))
     use_vllm, engine = choose_engine(s, files, machine)
     parameters = count_parameters(files.config)["total"]
-    exact = choose_exact_loop(s, choose_exact(s, use_vllm, parameters, plan.why_sampled), parameters)
+    exact = choose_exact_loop(s, choose_exact(s, use_vllm, parameters, (), plan.why_sampled), parameters)
     record = simulator.new_record(plan, s, s.EVAL_SAMPLES, exact.value)
     kind = "exact" if exact.value else "sampled"
     print(f"{s.MODEL_ID}, {plan.reason}, {kind}: {exact.reason}; {engine}", flush=True)
@@ -176,9 +176,7 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
     if files is None or problems:
         raise InputError(*dict.fromkeys(problems))
     use_vllm, engine = choose_engine(s, files, machine)
-    opened = any(not row.prompt.endswith("<|start|>assistant") for row in rows)
-    actions, parameters = all(row.rewards for row in rows), count_parameters(files.config)["total"]
-    exact = choose_exact(s, use_vllm, parameters, "", opened, actions)
+    exact = choose_exact(s, use_vllm, count_parameters(files.config)["total"], rows)
     results = new_results(s, rows, exact.value) | {
         "model": s.MODEL_ID,
         "adapter": options.run.resolve().name if options.run else None,
@@ -197,10 +195,7 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
     print(f"{kind} at temperature {s.EVAL_TEMPERATURE:g}, {exact.reason}; {engine}", flush=True)
     prompts = [row.prompt for row in rows for _ in range(s.EVAL_SAMPLES)]
     model = start_model(s, files, options.run, machine, use_vllm, prompts, tools)
-    functions = load_rewards(specs, s)
-    names, weights = [function.__name__ for function in functions], [weight for _, weight in specs]
-    evaluation = HeldoutEvaluation(
-        model, rows, exact.value, names, functions, weights, initial_trainer_state(s.TOTAL_STEPS)
-    )
+    state = initial_trainer_state(s.TOTAL_STEPS)
+    evaluation = HeldoutEvaluation(model, rows, exact.value, load_rewards(specs, s), state)
     evaluation.add_models(results, [{"base": "before", "trained": "after"}[name] for name in requested_models(options)])
     return write_results(path, results, evaluation_table(results)), path

@@ -16,7 +16,7 @@ from grpo.figures import statistics
 from grpo.figures.text import object_at, with_interval
 from grpo.harmony import answer_turn, completion_of
 from grpo.learn.trainer import Trainer
-from grpo.output.durable import is_intact, read_sealed, write_sealed
+from grpo.output.durable import read_measured, write_sealed
 from grpo.phases import Phase
 from grpo.reward.calling import Reward
 from grpo.reward.episode import Episode
@@ -34,9 +34,7 @@ class HeldoutEvaluation:
     model: EvaluatedModel
     rows: Sequence[Row]
     exact: bool  # whether the probabilities of all answers are used instead of samples
-    names: Sequence[str]  # of `functions`, as in the logs
     functions: Sequence[Reward]
-    weights: Sequence[float]
     state: object  # passed to the functions as TRL's `trainer_state`
 
     @property
@@ -97,7 +95,7 @@ class HeldoutEvaluation:
         if all(row_rewards) and not episodes:
             actions = [[completion.action for completion in completions[row]] for row in by_row]
             return statistics.score_answers(row_rewards, actions, invalid, self.clusters) | figures
-        weighted = [total([w * v for w, v in zip(self.weights, values, strict=True)]) for values in scores]
+        weighted = [total([f.weight * v for f, v in zip(self.functions, values, strict=True)]) for values in scores]
         figures_of_sum = statistics.score_values([weighted[row] for row in by_row], self.clusters)
         return figures_of_sum | {"parse_rate": rates["parse_rate"]} | figures
 
@@ -112,9 +110,9 @@ class HeldoutEvaluation:
     def function_figures(self, scores: Sequence[Sequence[Sequence[float]]]) -> dict[str, statistics.Scores]:
         """`statistics.score_values`, without its list, of each function; `scores` by row, completion and function."""
         figures = {}
-        for i, name in enumerate(self.names):
+        for i, function in enumerate(self.functions):
             values = statistics.score_values([[values[i] for values in row] for row in scores], self.clusters)
-            figures[name] = {key: values[key] for key in ("reward", "reward_low", "reward_high")}
+            figures[function.__name__] = {key: values[key] for key in ("reward", "reward_low", "reward_high")}
         return figures
 
     def expected_scores(self, shares: Sequence[Sequence[float]]) -> list[list[list[float]]]:
@@ -144,9 +142,7 @@ def expectation(shares: Sequence[float], values: Sequence[float]) -> float:
 
 def trainer_evaluation(trainer: Trainer, rows: Sequence[Row], exact: bool) -> HeldoutEvaluation:
     """The evaluation of held-out rows with a trainer's current model and its reward functions."""
-    functions = [function for function in trainer.reward_funcs if isinstance(function, Reward)]
-    names, weights = trainer.reward_func_names, vars(trainer.args)["reward_weights"]
-    return HeldoutEvaluation(trained_model(trainer), rows, exact, names, functions, weights, trainer.state)
+    return HeldoutEvaluation(trained_model(trainer), rows, exact, trainer.scorer.functions, trainer.state)
 
 
 def new_results(s: Settings, rows: Sequence[Row], exact: bool) -> Results:
@@ -172,7 +168,7 @@ def measure_rewards(evaluation: HeldoutEvaluation, folder: Path, base: bool, sta
     measured under the same conditions."""
     path = folder / "evaluation.json"
     results = new_results(evaluation.model.settings, evaluation.rows, evaluation.exact)
-    earlier = read_sealed(path) if is_intact(path) else {}
+    earlier = read_measured(path)
     is_same = all(earlier.get(name) == results[name] for name in ("samples", "temperature", "exact", "data_sha256"))
     for names in [("before", "before_greedy"), ("start", "start_greedy")] if is_same else []:
         if all(are_figures(earlier.get(name), len(evaluation.rows)) for name in names):

@@ -21,7 +21,7 @@ from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer, stop_tokens
 from grpo.output.durable import read_json
 from grpo.plan.engine_memory import plan_engine
-from grpo.plan.hub import ModelConfig, ModelFiles, checkpoint_gib, fetch_weights, has_mxfp4
+from grpo.plan.hub import ModelConfig, ModelFiles, fetch_weights, has_mxfp4, weights_gib
 from grpo.plan.machine import Machine
 from grpo.plan.memory import GPU_SHARE, PlanInputs, generation_gib
 from grpo.preflight.adapter import CONFIG, is_on_experts
@@ -187,9 +187,8 @@ def settings_alone(settings: Settings, config: ModelConfig, machine: Machine) ->
     if not machine.gpus:
         return choices[0]
     for choice in choices:
-        weights = checkpoint_gib({**config, "quantization_config": None} if choice.EXPERTS == "bf16" else config)
         generation = generation_gib(choice, inputs, choice.GENERATION_BATCH or 1)
-        if weights + generation <= machine.gpu_free * GPU_SHARE:
+        if weights_gib(config, choice.EXPERTS == "mxfp4") + generation <= machine.gpu_free * GPU_SHARE:
             return choice
     return choices[-1]  # It takes the least.
 
@@ -205,31 +204,20 @@ def start_model(
 ) -> EvaluatedModel:
     """Load the base model, downloaded if necessary, with its adapter, and with ENVIRONMENT what plays its episodes with
     these `tools`. Raises InputError and EngineError."""
-    model = load_evaluated(settings, files, adapter, machine, use_vllm, prompts)
+    if problem := fetch_weights(settings.MODEL_ID, files):
+        raise InputError(problem)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    machine, attention = machine.limited(settings.GPU_MEM_LIMIT), "eager"
+    if settings.DIRECT_ANSWERS:
+        attention = choose_attention(settings.ATTN_IMPL, machine.gpus).value
+        attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
+    model: EvaluatedModel
+    if use_vllm:
+        model = start_vllm_model(settings, files, adapter, machine, prompts)
+    else:
+        model = load_torch_model(settings_alone(settings, files.config, machine), files, adapter, attention)
     if settings.ENVIRONMENT:
         pool, ends = EnvironmentPool(settings.ENVIRONMENT, settings.ENV_TIMEOUT), model.ends
         parts = model.sampler.sampler, pool, model.tokenizer, ends, settings, tools, files.template
         model.player = EpisodePlayer(*parts, at_once=GENERATION_BATCHES[0], wants_copy=True)
     return model
-
-
-def load_evaluated(
-    settings: Settings,
-    files: ModelFiles,
-    adapter: Path | None,
-    machine: Machine,
-    use_vllm: bool,
-    prompts: Sequence[str],
-) -> EvaluatedModel:
-    """The model of `start_model`."""
-    if problem := fetch_weights(settings.MODEL_ID, files):
-        raise InputError(problem)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    machine = machine.limited(settings.GPU_MEM_LIMIT)
-    if use_vllm:
-        return start_vllm_model(settings, files, adapter, machine, prompts)
-    attention = "eager"
-    if settings.DIRECT_ANSWERS:
-        attention = choose_attention(settings.ATTN_IMPL, machine.gpus).value
-        attention = attention if attention in ATTENTION else "eager"  # a Hub kernel takes padded rows
-    return load_torch_model(settings_alone(settings, files.config, machine), files, adapter, attention)

@@ -11,7 +11,7 @@ from grpo.figures.verdict import objection, reward_comparisons
 from grpo.learn.trainer import Trainer
 from grpo.output import best
 from grpo.output.archive import model_card
-from grpo.output.durable import is_intact, read_sealed, write_sealed, write_text
+from grpo.output.durable import read_measured, write_sealed, write_text
 from grpo.phases import Phase
 from grpo.preflight.resolve import ResolvedRun
 from grpo.tasks.simulator import GREEDY, Record, Simulator, load_simulator
@@ -102,9 +102,9 @@ class Progress:
         resolved, path = self.resolved, trainer.run.folder / CLOSED_LOOP
         samples = resolved.settings.EVAL_SAMPLES
         record = simulator.new_record(resolved.closed_loop, resolved.settings, samples, resolved.exact_loop)
-        if is_intact(path):
+        if earlier := read_measured(path):
             try:
-                simulator.keep_base(record, read_sealed(path))
+                simulator.keep_base(record, earlier)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 problem = "is not as a run wrote it, so its figures are measured again"
                 log.warning("%s %s (%s)", path.name, problem, format_exception(error))

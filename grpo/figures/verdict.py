@@ -89,10 +89,9 @@ def obstacle(comparisons: Sequence[Comparison]) -> str:
 
 def reward_comparisons(evaluation: Mapping[str, Any]) -> list[Comparison]:
     """The trained model's held-out reward against the base model's and that of the best constant action, from
-    evaluation.json. A record of an earlier version has no `difference_constant`: there the action's reward is compared
-    with the model's interval."""
-    unit, after = "day" if evaluation.get("by_day") else "prompt", object_at(evaluation, "after")
-    if not after:
+    evaluation.json."""
+    unit = "day" if evaluation.get("by_day") else "prompt"
+    if not object_at(evaluation, "after"):
         return []
     comparisons = []
     if object_at(evaluation, "before"):
@@ -100,10 +99,8 @@ def reward_comparisons(evaluation: Mapping[str, Any]) -> list[Comparison]:
     if "difference_start" in evaluation:
         comparisons.append(compare(START_ADAPTER, object_at(evaluation, "difference_start"), unit=unit))
     if "constant_action" in evaluation:
-        constant = finite_number(evaluation.get("constant"))
-        gain = {f"reward_{end}": finite_number(after.get(f"reward_{end}")) - constant for end in ("low", "high")}
         name = CONSTANT.format(evaluation["constant_action"])
-        comparisons.append(compare(name, object_at(evaluation, "difference_constant") or gain, unit=unit))
+        comparisons.append(compare(name, object_at(evaluation, "difference_constant"), unit=unit))
     return comparisons
 
 

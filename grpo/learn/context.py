@@ -57,8 +57,3 @@ class RunContext:
     @property
     def ranks(self) -> Ranks:
         return self.resolved.ranks
-
-    @property
-    def action_functions(self) -> tuple[int, ...]:
-        """Indices of the functions that EXPECTED_REWARD looks up; empty: off."""
-        return self.resolved.action_functions

@@ -28,11 +28,6 @@ class FiniteCallback(TrainerCallback):
     weights so. A single NaN reaches all weights in the next step, and no later step mends them: neither a checkpoint
     nor the adapter may hold one."""
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        if not is_finite(adapter_parameters(kwargs["model"])):  # An earlier version saved such checkpoints.
-            checkpoint = f"checkpoint-{state.global_step}"
-            raise NotFinite(f"the weights of {checkpoint} are not finite: delete it to continue from the one before")
-
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if not is_finite(p.grad for p in adapter_parameters(kwargs["model"]) if p.grad is not None):
             raise NotFinite(f"the gradient of step {state.global_step + 1} is not finite: the step was not made")

@@ -50,20 +50,19 @@ class Scorer:
         self,
         run: RunContext,
         functions: Sequence[Reward],
-        names: Sequence[str],
-        weights: Sequence[float],
         tokenizer: PreTrainedTokenizerBase,
         run_log: RunLog | None,
         device: torch.device,
     ):
         """`run_log` is None on ranks other than 0."""
-        self.run, self.functions, self.names, self.tokenizer = run, list(functions), list(names), tokenizer
+        self.run, self.functions, self.tokenizer = run, list(functions), tokenizer
+        self.names = [function.__name__ for function in functions]
         self.run_log, self.device, self.group = run_log, device, run.settings.NUM_GENERATIONS
-        self.weights = torch.tensor(weights, dtype=torch.float32, device=device)
+        self.weights = torch.tensor([f.weight for f in functions], dtype=torch.float32, device=device)
         self.columns = column_names(run.rows)  # Functions get all columns with every row.
         self.lookup: RewardLookup | None = None  # None without EXPECTED_REWARD.
-        if run.action_functions:
-            self.lookup = RewardLookup(functions, weights, run.action_functions, self.columns, tokenizer)
+        if run.settings.EXPECTED_REWARD:
+            self.lookup = RewardLookup(functions, self.columns, tokenizer)
         self.has_told_none = False  # Whether the log says what a None beside other rewards counts as.
         self.has_told_expected = False  # Whether it says how many completions learn from their expected reward.
 

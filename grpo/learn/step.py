@@ -141,11 +141,7 @@ def spread_over_turns(by_turn: Tensor, samples: Sequence[Sample], width: int) ->
 
 
 def to_tensors(
-    prompts: Sequence[Sequence[int]],
-    samples: Sequence[Sample],
-    s: Settings,
-    device: torch.device,
-    ends: EndTokens,
+    prompts: Sequence[Sequence[int]], samples: Sequence[Sample], s: Settings, device: torch.device, ends: EndTokens
 ) -> Batch:
     """The `batch` of a Step without advantages, old and reference log-probs."""
     # With DIRECT_ANSWERS the tokens behind the first were not sampled: neither loss nor entropy may count them.

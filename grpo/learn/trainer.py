@@ -79,14 +79,13 @@ class Trainer(Learner):
                 callbacks=[self.timer, FiniteCallback(), StopCallback(run.stop, run.ranks)],
             )
         self.eos_token_ids = stop_tokens(model.generation_config, tokenizer)  # TRL finds the same ones.
-        names, weights = self.reward_func_names, config.reward_weights or [1.0] * len(rewards)
-        simulates = run.resolved.closed_loop.runs
+        names, simulates = self.reward_func_names, run.resolved.closed_loop.runs
         self.run_log = None if run.ranks.rank else RunLog(run.folder, s, names, simulates)  # Only rank 0 writes logs.
-        self.scorer = Scorer(run, rewards, names, weights, tokenizer, self.run_log, self.accelerator.device)
+        self.scorer = Scorer(run, rewards, tokenizer, self.run_log, self.accelerator.device)
         # Reward functions get the state in an evaluation before training too, and may divide by these.
         self.state.max_steps, self.state.num_train_epochs = s.TOTAL_STEPS, 1
         self.remove_callback(PrinterCallback)  # training.log has a line for each step.
-        self.reward_summary = ", ".join(f"{name} x {weight:g}" for name, weight in zip(names, weights, strict=True))
+        self.reward_summary = ", ".join(f"{reward.__name__} x {reward.weight:g}" for reward in rewards)
         # PEFT writes README.md beside every saved adapter, with the path of the base model's files; no hook changes it.
         self.model.create_or_update_model_card = self.write_model_card  # type: ignore[method-assign, assignment]
 

@@ -214,15 +214,15 @@ def read_sealed(path: Path) -> Record:
     return record
 
 
-def is_intact(path: Path) -> bool:
-    """Whether a sealed file of measurements can be used again; warns where it is damaged."""
+def read_measured(path: Path) -> Record:
+    """A sealed file of measurements; an empty record where it is missing, or damaged, of which it warns."""
     try:
-        return bool(read_sealed(path))
-    except OSError:
-        return False
+        return read_sealed(path)
     except ValueError as error:
         log.warning("%s is damaged, so its figures are measured again: %s", path.name, error)
-        return False
+    except OSError:
+        pass
+    return {}
 
 
 def file_sha256(path: Path) -> str:

@@ -168,9 +168,14 @@ def fetch_weights(model_id: str, files: ModelFiles) -> str | None:
     return problems[0] if problems else None
 
 
-def checkpoint_gib(config: ModelConfig) -> float:
-    """GiB of the weights of a checkpoint with this config.json: for gpt-oss-20b and 120b to the byte of their index."""
+def weights_gib(config: ModelConfig, packed: bool) -> float:
+    """GiB of all weights in BF16, but for experts that are `packed`: those are in MXFP4."""
     size = count_parameters(config)["total"] * 2 / GIB
-    if has_mxfp4(config):
+    if packed:
         size += packed_gib(config) - expert_elements(config) * config["num_hidden_layers"] * 2 / GIB
     return size
+
+
+def checkpoint_gib(config: ModelConfig) -> float:
+    """GiB of the weights of a checkpoint with this config.json: for gpt-oss-20b and 120b to the byte of their index."""
+    return weights_gib(config, has_mxfp4(config))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo.plan.engine_memory import SWIZZLED, SWIZZLED_AT_ONCE, EnginePlan, plan_engine
-from grpo.plan.hub import ModelConfig, count_parameters, expert_elements, has_mxfp4, packed_gib
+from grpo.plan.hub import ModelConfig, count_parameters, expert_elements, has_mxfp4, packed_gib, weights_gib
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import adapter_parameters, expert_words, target_matrices
 from grpo.settings.table import Settings
@@ -301,12 +301,10 @@ def useful_micro_batches(settings: Settings, inputs: PlanInputs) -> list[int]:
 
 
 def plan_learner_memory(settings: Settings, inputs: PlanInputs) -> LearnerMemory:
-    """The learner's weights, in BF16 but for packed experts, which take 4.25 bits, and its adapter. With EXPERTS=shared
-    it has no experts, embeddings and head of its own; with `paged` they leave the GPU while vLLM is awake."""
+    """The learner's weights and its adapter. With EXPERTS=shared it has no experts, embeddings and head of its own;
+    with `paged` they leave the GPU while vLLM is awake."""
     config, layers = inputs.config, inputs.config["num_hidden_layers"]
-    weights, paged = count_parameters(config)["total"] * 2 / GIB, 0.0
-    if settings.EXPERTS not in ("bf16", None):
-        weights += packed_gib(config) - expert_elements(config) * layers * 2 / GIB
+    weights, paged = weights_gib(config, settings.EXPERTS not in ("bf16", None)), 0.0
     if inputs.starts_vllm(settings) and settings.EXPERTS == "shared":
         weights -= packed_gib(config) + embeddings_gib(config)
     if inputs.starts_vllm(settings) and settings.EXPERTS == "paged":

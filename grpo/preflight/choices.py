@@ -14,6 +14,7 @@ from grpo.common import Problems, split_commas
 from grpo.data.files import Row
 from grpo.data.heldout import names_single_file
 from grpo.environment.worker import Description
+from grpo.harmony import ASSISTANT
 from grpo.plan import memory
 from grpo.plan.machine import FLASH_PACKAGES, Machine
 from grpo.plan.memory import KEPT_SHARE, LEAST_KEPT_TOKENS, Plan, PlanInputs, free_gib
@@ -259,20 +260,14 @@ def choose_total_steps(settings: Settings, sources: Mapping[str, str], rows: int
 
 
 def choose_exact(
-    settings: Settings,
-    use_vllm: bool,
-    parameters: int,
-    why_sampled: str = "",
-    opens_channel: bool = False,
-    has_rewards: bool = True,
+    settings: Settings, use_vllm: bool, parameters: int, rows: Sequence[Row] = (), why_sampled: str = ""
 ) -> Choice[bool]:
-    """Whether held-out rows are evaluated exactly, by the probabilities of all answers instead of samples.
+    """Whether held-out `rows` are evaluated exactly, by the probabilities of all answers instead of samples.
 
-    `parameters`: the model's; `why_sampled`: that of the task's SimulationPlan; `opens_channel`: whether a prompt ends
-    inside the answer's channel; `has_rewards`: whether every row has the rewards of its actions."""
+    `parameters`: the model's; `why_sampled`: that of the task's SimulationPlan."""
     if not settings.EVAL_SAMPLES:
         return Choice(False, "EVAL_SAMPLES=0")
-    sampled = f"{settings.EVAL_SAMPLES} answers a prompt"
+    sampled, has_rewards = f"{settings.EVAL_SAMPLES} answers a prompt", all(row.rewards for row in rows)
     if settings.ENVIRONMENT:
         return Choice(False, f"{settings.EVAL_SAMPLES} episodes a prompt")
     if not settings.EVAL_EXACT:
@@ -288,7 +283,7 @@ def choose_exact(
     if why_sampled:
         return Choice(False, f"{sampled}: {why_sampled}")
     unsupported = {
-        "opened channels": opens_channel,
+        "opened channels": any(row.prompt and not row.prompt.endswith(ASSISTANT) for row in rows),
         "TOP_P below 1": settings.TOP_P < 1,
         "short MAX_COMPLETION_LEN": settings.MAX_COMPLETION_LEN < LEAST_ANSWER,
     }

@@ -167,12 +167,6 @@ class ResolvedRun(Facts):
         """Whether the simulator goes through all states that can be reached, instead of samples of them."""
         return bool(self.choices["exact_loop"].value)
 
-    @property
-    def action_functions(self) -> tuple[int, ...]:
-        """Indices in `reward_specs` of the functions that score all actions of a row; empty without EXPECTED_REWARD."""
-        names = [name for name, _ in self.reward_specs if self.settings.EXPECTED_REWARD]
-        return tuple(n for n, name in enumerate(names) if is_by_action(name))
-
 
 def fill_in(settings: Settings, chosen: Choices) -> Settings:
     return dataclasses.replace(settings, **{name: choice.value for name, choice in chosen.items() if name in FIELDS})
@@ -268,9 +262,7 @@ def resolve(facts: Facts, problems: Problems) -> ResolvedRun:
         template, own_profile = facts.files.template if facts.files else "", sources["EVAL_PROFILE"] == "environment"
         closed_loop = simulator.plan(asked, eval_rows, template, use_vllm.value, own_profile, problems)
     parameters = hub.count_parameters(facts.config)["total"] if facts.config else 0
-    opens_channel = any(not row.prompt.endswith("<|start|>assistant") for row in eval_rows if row.prompt)
-    has_rewards = all(row.rewards for row in eval_rows)
-    exact = choices.choose_exact(asked, use_vllm.value, parameters, closed_loop.why_sampled, opens_channel, has_rewards)
+    exact = choices.choose_exact(asked, use_vllm.value, parameters, eval_rows, closed_loop.why_sampled)
     chosen |= {
         **planned,
         "exact": exact,

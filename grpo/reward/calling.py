@@ -27,14 +27,15 @@ class RewardError(RuntimeError):
 
 
 class Reward:
-    """A function of REWARDS, `async` or not, called `title` in the logs. It passes on the settings that the
-    project's own functions need, and raises RewardError for any error.
+    """A function of REWARDS, `async` or not, with its `weight`, called `title` in the logs. It passes on the settings
+    that the project's own functions need, and raises RewardError for any error.
 
     A user's function is called by keyword as in TRL. The project's own functions, and a user's function whose first
     argument has a name that neither TRL nor a column uses, get completions with special tokens as first argument."""
 
-    def __init__(self, function: Callable[..., Any], name: str, title: str, settings: Settings):
+    def __init__(self, function: Callable[..., Any], name: str, title: str, settings: Settings, weight: float = 1.0):
         self.function, self.name, self.__name__, self.is_custom = function, name, title, ":" in name
+        self.weight = weight
         self.options: dict[str, float | None] = {}
         if name in rewards.ACTION_REWARDS or name == "environment":
             self.options["invalid_reward"] = settings.INVALID_REWARD
@@ -81,9 +82,8 @@ class Reward:
 
 def load_rewards(specs: Sequence[tuple[str, float]], settings: Settings) -> list[Reward]:
     """The reward functions of REWARDS, under the names that logs and columns use."""
-    names = [name for name, _ in specs]
-    titles = reward_titles(names)
-    return [Reward(load_reward(name), name, title, settings) for name, title in zip(names, titles, strict=True)]
+    titles = zip(specs, reward_titles([name for name, _ in specs]), strict=True)
+    return [Reward(load_reward(name), name, title, settings, weight) for (name, weight), title in titles]
 
 
 def call_rewards(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from grpo.data.files import Row
 from grpo.harmony import ANSWER_AFTER, ANSWER_BEFORE, answer_turn, assistant_turn, completion_of, parse_action
 from grpo.reward.calling import Reward
+from grpo.reward.loading import is_by_action
 from grpo.reward.scoring import Completion, read_completions, score, total
 
 if TYPE_CHECKING:
@@ -50,18 +51,10 @@ class RewardLookup:
     The functions are called with made-up completions that answer `[k]` and nothing else, as the checks before a run
     call them, so that columns, weights and INVALID_REWARD count as in training."""
 
-    def __init__(
-        self,
-        functions: Sequence[Reward],
-        weights: Sequence[float],
-        action_functions: Sequence[int],
-        columns: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-    ):
-        """`functions` are all reward functions of the run, `weights` their weights; `action_functions` holds the
-        indices of those that can be looked up, `columns` the names of all columns."""
-        self.functions, self.weights, self.action_functions = functions, weights, action_functions
-        self.columns, self.tokenizer = columns, tokenizer
+    def __init__(self, functions: Sequence[Reward], columns: Sequence[str], tokenizer: PreTrainedTokenizerBase):
+        """`functions` are all reward functions of the run, `columns` the names of all columns."""
+        self.functions, self.columns, self.tokenizer = functions, columns, tokenizer
+        self.looked_up = [function for function in functions if is_by_action(function.name)]
         self.tables: dict[str, list[float]] = {}  # row id -> rewards
 
     def rewards_of_actions(self, row: Row, state: TrainerState) -> list[float]:
@@ -73,12 +66,9 @@ class RewardLookup:
             ids = self.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
             stops = [tokens[-1] for tokens in ids]  # No answer is truncated, whatever token ends a text.
             probes = read_completions(self.tokenizer, stops, [row] * len(ids), ids)
-            scores = score([self.functions[n] for n in self.action_functions], probes, ids, self.columns, state)
-            weights = [self.weights[n] for n in self.action_functions]
-            self.tables[row.id] = [
-                math.fsum(weight * value for weight, value in zip(weights, values, strict=True) if weight)
-                for values in scores
-            ]
+            scores = score(self.looked_up, probes, ids, self.columns, state)
+            pairs = (zip(self.looked_up, values, strict=True) for values in scores)
+            self.tables[row.id] = [math.fsum(f.weight * value for f, value in row if f.weight) for row in pairs]
         return self.tables[row.id]
 
     def answer_positions(self, completions: Sequence[Completion], ids: Sequence[Sequence[int]]) -> list[int]:
@@ -115,15 +105,15 @@ class RewardLookup:
         answers = []
         positions = self.answer_positions(completions, ids)
         for completion, position, values in zip(completions, positions, scores, strict=True):
-            earned = [weight * value for weight, value in zip(self.weights, values, strict=True)]
-            counted = [n for n, weight in enumerate(self.weights) if weight]
-            sampled_reward = math.fsum(earned[n] for n in counted if n in self.action_functions)
-            others = (earned[n] for n in counted if n not in self.action_functions)
+            earned = [(f, f.weight * value) for f, value in zip(self.functions, values, strict=True)]
+            counted = [(f, value) for f, value in earned if f.weight]
+            sampled_reward = math.fsum(value for f, value in counted if f in self.looked_up)
+            others = (value for f, value in counted if f not in self.looked_up)
             other_reward = math.fsum(value for value in others if not math.isnan(value))
             action = completion.action
             table = self.rewards_of_actions(completion.row, state) if position >= 0 else []
-            if action is None or not table or any(map(math.isnan, [*table, *(earned[n] for n in counted)])):
-                answers.append(AnswerRewards(total(earned), other_reward=other_reward))
+            if action is None or not table or any(map(math.isnan, [*table, *(value for _, value in counted)])):
+                answers.append(AnswerRewards(total([value for _, value in earned]), other_reward=other_reward))
             else:
                 surplus = sampled_reward - table[1 + action]
                 answers.append(self.expected_answer(table, position, other_reward, surplus))

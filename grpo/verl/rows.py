@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo.common import Problems
 from grpo.data.files import Row, label
-from grpo.data.prepare import prepare_rows
+from grpo.data.heldout import read_split
 from grpo.data.prompts import TEMPLATE_COLUMNS, answer_of
 from grpo.harmony import final_channel
 from grpo.output.durable import read_json, whole_file, write_text
@@ -70,7 +70,7 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
     if settings.ENVIRONMENT:
         problems.add("ENVIRONMENT", "verl gets rows that are one answer each", "Unset it, or run train_grpo.py")
     check_output_dir(settings, problems)
-    split = prepare_rows(choose_demo(settings, sources)[0], None, problems, train_only=stage == "sft")
+    split = read_split(choose_demo(settings, sources)[0], problems, train_only=stage == "sft")
     rows, eval_rows, specs = as_messages(split.train, problems), [], []
     if stage != "sft":
         eval_rows = as_messages(split.heldout, problems)

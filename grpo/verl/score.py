@@ -14,7 +14,6 @@ from grpo.data.files import Row, column_names
 from grpo.harmony import FINAL, RETURN, TOKEN
 from grpo.output.durable import read_json
 from grpo.reward.calling import Reward, load_rewards
-from grpo.reward.loading import reward_titles
 from grpo.reward.scoring import initial_trainer_state, read_completion, score, total
 from grpo.settings.table import Settings
 
@@ -28,12 +27,12 @@ def has_channels(tokenizer: Any) -> bool:
 
 
 @functools.cache
-def load_spec(path: str) -> tuple[dict[str, float], list[Reward]]:
-    """Weights by name, and the reward functions, of the rewards.json that `write_data` wrote."""
+def load_spec(path: str) -> list[Reward]:
+    """The reward functions of the rewards.json that `write_data` wrote."""
     spec = read_json(Path(path))
     os.chdir(spec["folder"])  # Ray's workers may start elsewhere, but a user's module lies here.
     settings = Settings(INVALID_REWARD=spec["INVALID_REWARD"])
-    return dict(spec["rewards"]), load_rewards(spec["rewards"], settings)
+    return load_rewards(spec["rewards"], settings)
 
 
 def as_turn(text: str, truncated: bool) -> str:
@@ -57,11 +56,11 @@ def compute_score(solution_str: str, extra_info: Mapping[str, Any], spec: str) -
     plain = TOKEN.sub("", solution_str) if extra_info["harmony"] else solution_str
     completion = read_completion(row, turn, plain, len(ids), truncated)
     with SCORING_LOCK:
-        weights, functions = load_spec(spec)
+        functions = load_spec(spec)
         # The row has every column, and verl does not tell reward functions its step.
         (values,) = score(functions, [completion], [ids], column_names([row]), initial_trainer_state(0))
-    reward = total([weight * value for weight, value in zip(weights.values(), values, strict=True)])
+    reward = total([f.weight * value for f, value in zip(functions, values, strict=True)])
     if math.isnan(reward):
-        raise RuntimeError(f"REWARDS: {', '.join(weights)} left out {row.id} (None), and verl needs a number for each")
-    titles = reward_titles(list(weights))
-    return {"score": reward} | {f"reward_{title}": value for title, value in zip(titles, values, strict=True)}
+        names = ", ".join(function.name for function in functions)
+        raise RuntimeError(f"REWARDS: {names} left out {row.id} (None), and verl needs a number for each")
+    return {"score": reward} | {f"reward_{f.__name__}": value for f, value in zip(functions, values, strict=True)}

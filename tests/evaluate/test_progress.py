@@ -89,7 +89,7 @@ class ScriptedEvaluation(HeldoutEvaluation):
 def test_the_best_adapter_is_compared_with_the_sampled_base_model_and_the_best_constant_action(tmp_path, monkeypatch):
     """The base model's greedy answers are another figure. Six prompts, of which [1] earns 0.5 each."""
     rows = [Row("a.csv", n, (("user", str(n)),), (0.0, 0.5), {}) for n in range(6)]
-    evaluation = ScriptedEvaluation(SimpleNamespace(settings=Settings()), rows, True, [], [], [], None)
+    evaluation = ScriptedEvaluation(SimpleNamespace(settings=Settings()), rows, True, [], None)
     results = {"before": {"reward": 0.2, "reward_by_prompt": [0.2] * 6}, "before_greedy": {"reward": 0.9}}
     results |= {"constant": 0.5, "constant_action": 1, "by_day": False}
     monkeypatch.setattr("grpo.evaluate.progress.measure_rewards", lambda *arguments, **options: dict(results))

@@ -76,7 +76,7 @@ def test_the_same_day_or_prompt_in_two_files_is_one_cluster():
     ]
     undated = [dataclasses.replace(row, messages=(("user", str(row.number)),), columns={}) for row in rows]
     for cluster_rows in (rows, undated):
-        evaluation = HeldoutEvaluation(SimpleNamespace(settings=Settings()), cluster_rows, True, [], [], [], None)
+        evaluation = HeldoutEvaluation(SimpleNamespace(settings=Settings()), cluster_rows, True, [], None)
         assert evaluation.clusters[:6] == evaluation.clusters[6:] and len(set(evaluation.clusters)) == 6
         results = {"before": {"reward_by_prompt": [0.0] * 12}, "after": {"reward_by_prompt": [*range(6)] * 2}}
         evaluation.add_differences(results)

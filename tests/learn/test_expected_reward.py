@@ -284,7 +284,7 @@ def stays_away(completion_ids, **columns):
 def test_functions_beside_are_sampled_and_own_ones_can_take_part(tiny, tmp_path):
     rewards = "action=2,test_expected_reward:twice_action=0.5,format=0.25"
     trainer = trainer_with(tiny, tmp_path, REWARDS=rewards)
-    assert trainer.run.action_functions == (0, 1)
+    assert [f.name for f in trainer.scorer.lookup.looked_up] == ["action", "test_expected_reward:twice_action"]
     _, answers = scored(trainer, (DIRECT.format(2), OTHER_WORDS.format(2)))
     assert answers.other_reward.tolist() == [0.25, 0.0]
     unreadable = 2 * INVALID + 0.5 * REWARDS[0]
@@ -305,7 +305,7 @@ def test_functions_that_are_looked_up_keep_their_own_weights(tiny, tmp_path):
     """By their names and not by their places among all functions; one of weight 0 may leave everything out."""
     rewards = "format=0.25,test_expected_reward:by_length=7,action=2,test_expected_reward:shy=0"
     trainer = trainer_with(tiny, tmp_path, REWARDS=rewards)
-    assert trainer.run.action_functions == (2, 3)
+    assert trainer.scorer.lookup.looked_up == trainer.scorer.functions[2:]
     _, answers = scored(trainer, (DIRECT.format(2), DIRECT.format(0)))
     assert answers.is_expected.all()
     assert answers.gains.tolist() == [pytest.approx([2 * (r - INVALID) for r in REWARDS])] * 2
@@ -347,7 +347,7 @@ DECIDED = {
 
 @pytest.fixture(scope="module")
 def lookup(tiny):
-    return RewardLookup([], [], [], [], load_tokenizer(str(tiny)))
+    return RewardLookup([], [], load_tokenizer(str(tiny)))
 
 
 def completion_of(row, text):
@@ -377,7 +377,7 @@ def test_rewards_of_actions_whatever_token_ends_a_text(tiny):
     tokenizer.eos_token = "<|endoftext|>"
     settings = load_settings({"MODEL_ID": "tiny"})[0]
     (row,) = rows_with(REWARDS)
-    lookup = RewardLookup(load_rewards([("action", 1.0)], settings), [1.0], [0], list(row.columns), tokenizer)
+    lookup = RewardLookup(load_rewards([("action", 1.0)], settings), list(row.columns), tokenizer)
     assert lookup.rewards_of_actions(row, initial_trainer_state(1)) == pytest.approx([INVALID, *REWARDS])
 
 

@@ -18,7 +18,7 @@ from machines import only
 from grpo.common import Problems
 from grpo.output import durable
 from grpo.output.checkpoints import CUT_OFF, begin_checkpoint, checkpoint_fault, finish_checkpoint
-from grpo.output.durable import is_intact, read_sealed, sealed, whole_file, write_text
+from grpo.output.durable import read_measured, read_sealed, sealed, whole_file, write_text
 from grpo.output.layout import ADAPTER, MANIFEST
 
 FILES = {ADAPTER: b"adapter", "sub/rng_state.pth": b"states", "trainer_state.json": b'{"global_step": 3}'}
@@ -99,7 +99,7 @@ def test_no_flipped_bit_changes_what_a_record_says(tmp_path, caplog):
     path, record = tmp_path / "evaluation.json", {"steps": 12, "values": [0.25, None], "exact": True}
     path.write_text(json.dumps(sealed(record)))
     whole = path.read_bytes()
-    assert read_sealed(path) == record and is_intact(path) and not caplog.text
+    assert read_sealed(path) == record and read_measured(path) and not caplog.text
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="recursion"):
         read_sealed(path)
@@ -109,9 +109,9 @@ def test_no_flipped_bit_changes_what_a_record_says(tmp_path, caplog):
             values = read_sealed(path)
             assert {name: values.get(name) for name in record} == record, "the name of the checksum was hit"
         except ValueError:
-            assert not is_intact(path)
+            assert not read_measured(path)
     assert "evaluation.json is damaged" in caplog.text and "measured again" in caplog.text
-    assert not is_intact(tmp_path / "none.json")
+    assert not read_measured(tmp_path / "none.json")
 
 
 def test_a_scratch_folder_of_a_process_that_was_killed_is_deleted_by_the_next(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from grpo.figures.verdict import loading_advice
 from grpo.output.archive import write_zip
 from grpo.output.best import keep_best, read_best
 from grpo.output.checkpoints import checkpoints
-from grpo.output.durable import is_intact, read_json, read_sealed, write_sealed
+from grpo.output.durable import read_json, read_measured, read_sealed, write_sealed
 from grpo.output.folder import complete_steps, continuation
 from grpo.output.layout import ADAPTER
 from grpo.output.logs import Pace
@@ -73,7 +73,7 @@ def read_everything(run_settings, folder):
     continuation(folder, run_settings.OVERWRITE)
     complete_steps(folder)
     loading_advice(read_best(folder), 5)
-    is_intact(folder / "evaluation.json")
+    read_measured(folder / "evaluation.json")
     recorded_settings(folder / "checkpoint-4", {})
     with suppress(InputError):
         run = read_run(folder)

@@ -88,10 +88,10 @@ def test_importance_ratios_need_the_log_probs_of_all_tokens():
 
 def test_expected_rewards_are_off_by_themselves_and_refused_where_they_cannot_be(tiny_run):
     resolved = tiny_run()
-    assert not resolved.problems and not resolved.settings.EXPECTED_REWARD and not resolved.action_functions
+    assert not resolved.problems and not resolved.settings.EXPECTED_REWARD
     resolved = tiny_run(REWARDS="format,regret", EXPECTED_REWARD=1)
     expected = resolved.choices["EXPECTED_REWARD"]
-    assert resolved.settings.EXPECTED_REWARD and expected.value and resolved.action_functions == (1,)
+    assert resolved.settings.EXPECTED_REWARD and expected.value
     assert "format" not in expected.reason and "regret" in expected.reason
     problem = only(tiny_run(TOP_P=0.9, EXPECTED_REWARD=1).problems)
     assert problem.startswith("EXPECTED_REWARD: it cannot be used: TOP_P") and "EXPECTED_REWARD=auto" in problem

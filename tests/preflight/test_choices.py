@@ -15,6 +15,7 @@ from grpo.settings.table import Settings
 
 BARE = Row("old.csv", 1, (("user", "x"),), (0.5, 0.5), {})
 VALUED = dataclasses.replace(BARE, file="new.csv", q=(-1.0, -1.0))
+OPENED = dataclasses.replace(BARE, prompt="<|start|>assistant<|channel|>final")
 UNREWARDED = dataclasses.replace(BARE, file="bare.csv", rewards=())
 
 
@@ -22,8 +23,8 @@ def expected(changes, rows=(BARE,), names=("regret",)):
     return choices.choose_expected_reward(Settings(**changes), rows, names)
 
 
-def evaluation(changes, parameters=1, why_sampled="", engine=False, opened=False, actions=True):
-    return choices.choose_exact(Settings(**changes), engine, parameters, why_sampled, opened, actions)
+def evaluation(changes, parameters=1, row=BARE, engine=False):
+    return choices.choose_exact(Settings(**changes), engine, parameters, [row])
 
 
 def best(changes, heldout=9, closed_loop=True):
@@ -61,12 +62,12 @@ CHOICES = [  # A function, its arguments, the choice, and words of the reason.
     (expected, ({"EXPECTED_REWARD": True, "TOP_P": 0.99},), False, "TOP_P"),
     (evaluation, ({}, 10_000_000), True, "10M parameters"),
     (evaluation, ({}, 10_000_001), False, "too long"),
-    (evaluation, ({}, 230_000, "", True), False, "vLLM generates"),
+    (evaluation, ({}, 230_000, BARE, True), False, "vLLM generates"),
     (evaluation, ({"TOP_P": 0.9},), False, "does not support TOP_P below 1"),
     (evaluation, ({"MAX_COMPLETION_LEN": 7},), False, "short MAX_COMPLETION_LEN"),
-    (evaluation, ({}, 1, "", False, True), False, "opened channels"),
-    (evaluation, ({}, 1, "", False, False, False), False, "no actions"),
-    (evaluation, ({"DIRECT_ANSWERS": True}, 1, "", False, False, False), False, "no actions"),
+    (evaluation, ({}, 1, OPENED), False, "opened channels"),
+    (evaluation, ({}, 1, UNREWARDED), False, "no actions"),
+    (evaluation, ({"DIRECT_ANSWERS": True}, 1, UNREWARDED), False, "no actions"),
     (evaluation, ({"EVAL_SAMPLES": 0},), False, "EVAL_SAMPLES=0"),
     (evaluation, ({"EVAL_EXACT": False},), False, "EVAL_EXACT=0"),
     (choices.choose_exact_loop, (Settings(), Choice(True, "why"), 10_000_000), True, "why"),

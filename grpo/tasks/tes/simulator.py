@@ -161,18 +161,15 @@ class ClosedLoop(Simulator):
         return "\n".join(lines)
 
     def comparisons(self, record: Record) -> list[Comparison]:
-        """Gains are regret that the trained model saves. A record of an earlier version has no `difference_rule`: there
-        the rule's regret is compared with the interval of the trained model's own."""
+        """Gains are regret that the trained model saves."""
         totals, windows = object_at(record, "totals"), len(record.get("windows", ()))
         gains = []
         if "base" in totals and "trained" in totals:
-            gains.append(saved_regret(BASE, object_at(record, "difference"), 0.0, windows))
+            gains.append(saved_regret(BASE, object_at(record, "difference"), windows))
         if "difference_start" in record:
-            gains.append(saved_regret(START_ADAPTER, object_at(record, "difference_start"), 0.0, windows))
+            gains.append(saved_regret(START_ADAPTER, object_at(record, "difference_start"), windows))
         if "trained" in totals and (rule := tes_record.best_rule(totals)):
-            paired = object_at(record, "difference_rule")
-            regret = 0.0 if paired else finite_number(totals[rule].get("regret_percent"))
-            gains.append(saved_regret(RULE.format(rule), paired or totals["trained"], regret, windows))
+            gains.append(saved_regret(RULE.format(rule), object_at(record, "difference_rule"), windows))
         return gains
 
     def report(self, record: Record) -> ReportSection:
@@ -194,11 +191,10 @@ class ClosedLoop(Simulator):
         return ReportSection(sentences, "Closed loop at the plant", HEADER, policy_rows(record), note)
 
 
-def saved_regret(other: str, figures: Mapping[str, object], regret: float, windows: int) -> Comparison:
-    """The comparison with a policy of this `regret`, from the interval of the trained model's in `figures`, over so
-    many `windows`. Only where there is none their number is said: the report warns of rare losses where load stayed
-    unserved."""
-    low, high = (regret - finite_number(figures.get(f"regret_percent_{end}")) for end in ("high", "low"))
+def saved_regret(other: str, figures: Mapping[str, object], windows: int) -> Comparison:
+    """The comparison with another policy, from the difference to its regret in `figures`, over so many `windows`. Only
+    where there is no interval their number is said: the report warns of rare losses where load stayed unserved."""
+    low, high = (0.0 - finite_number(figures.get(f"regret_percent_{end}")) for end in ("high", "low"))
     if math.isnan(low + high):
         return Comparison(other, None, None, windows, "window")
     return Comparison(other, low, high, unit="window")
