@@ -22,7 +22,9 @@ def test_logits_around_26_are_not_rounded():
     assert 25 < exact[0, 0].mean() < 27
     with torch.no_grad():
         logits = head(states)
-        assert torch.equal(logits[0], float32_logits(states[0], head.weight, out=torch.empty(3, 40)))
+        # Other numbers of rows are summed in another order on some CPUs.
+        written = float32_logits(states[0], head.weight, out=torch.empty(3, 40))
+    torch.testing.assert_close(logits[0], written, rtol=1e-6, atol=1e-5)
     assert logits.dtype == torch.float32 and logits.shape == (2, 3, 40)
     assert (logits - exact).abs().max() < 1e-4
     learning = head(states.requires_grad_())
