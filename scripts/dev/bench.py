@@ -67,6 +67,7 @@ def parse_args() -> argparse.Namespace:
     demo.add_argument("--jobs", type=int, default=2, help="seeds side by side (default %(default)s)")
     mismatch = add_command(commands, "mismatch", "vLLM against the trainer, and which faults the check finds", True)
     mismatch.add_argument("--faults", nargs="+", metavar="NAME", help="only these, in this order (default: all)")
+    mismatch.add_argument("--cpu", action="store_true", help="with vLLM's CPU build (scripts/dev/cpu_vllm.py)")
     add_command(commands, "turns", "episodes of 24 short turns in vLLM against one answer of as many tokens", True)
     options = parser.parse_args()
     if unknown := [name for name, _ in options.set if name not in FIELDS]:

@@ -20,6 +20,7 @@ from grpo.process.ending import RunFailure
 from grpo.rollout import parity, weight_sync
 from grpo.rollout.parity import BASE, FIXED, SAMPLED, ParityError
 from scripts.dev import harness
+from scripts.dev.cpu_vllm import vllm_on_the_cpu
 from scripts.dev.harness import intercept
 from scripts.dev.record import Figure, figure, write
 
@@ -219,5 +220,6 @@ def bench_mismatch(options: argparse.Namespace) -> int:
 
     settings = {"MAX_COMPLETION_LEN": 128, **dict(options.set)}
     os.environ |= harness.run_settings(options, settings)
-    with intercept(parity, "check_mismatch", measure):
+    place = vllm_on_the_cpu() if options.cpu else contextlib.nullcontext()
+    with intercept(parity, "check_mismatch", measure), place:
         return int(options.main([]))

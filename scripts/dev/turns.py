@@ -2,10 +2,12 @@
 """Measures what turns cost: episodes of many short turns against one answer of as many tokens, in vLLM alone."""
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,8 +18,10 @@ from grpo.evaluate.models import EvaluatedModel, start_vllm_model
 from grpo.plan.hub import find_model
 from grpo.plan.machine import read_machine
 from grpo.preflight.checks import load_run_settings
+from grpo.rollout import engine
 from grpo.rollout.sampler import AwakeVllmSampler, Sampling, Session, Tokens
 from scripts.dev import harness
+from scripts.dev.harness import Function, intercept
 from scripts.dev.record import tabled, write
 
 EPISODES, TURNS, TOKENS, RESULT, TRIALS = 96, 24, 64, 16, 3
@@ -25,6 +29,7 @@ TABLE = """
 turns_s | s | {episodes} episodes of {turns} turns of {tokens} tokens, results of {result} tokens between them
 answer_s | s | as many answers of {turns} x {tokens} tokens, from the same prompts
 ratio | | turns_s divided by answer_s
+cached | % | of the tokens before all turns but the first, how many vLLM's prefix cache had
 turns_tok_s answer_tok_s | tokens/s | of what the model wrote
 """
 
@@ -47,9 +52,18 @@ def play_turns(session: Session, prompts: Sequence[Tokens], turns: int, tokens: 
 def measure(model: EvaluatedModel, prompts: Sequence[Tokens]) -> dict[str, float]:
     """The fastest of TRIALS, each with other tokens, so that no prefix is cached from an earlier one."""
     sampler, seconds = model.sampler.sampler, {"turns": float("inf"), "answer": float("inf")}
+    cached, known = [], [len(prompt) for prompt in prompts]
+
+    def count(completion_of: Function, output: Any, with_logps: bool) -> Any:
+        if len(output.prompt_token_ids) > max(known):  # It is no first turn.
+            cached.append((output.num_cached_tokens, len(output.prompt_token_ids)))
+        return completion_of(output, with_logps)
+
     assert isinstance(sampler, AwakeVllmSampler)
-    sampler.engine.stop_token_ids = []  # Without stop tokens no turn ends early.
-    tokens = {"turns": EPISODES * TURNS * TOKENS, "answer": EPISODES * TURNS * TOKENS}
+    # No turn ends early: neither by a stop token nor by the config's.
+    sampler.engine.stop_token_ids = []
+    sampler.engine.sampling = functools.partial(sampler.engine.sampling, ignore_eos=True)
+    tokens = EPISODES * TURNS * TOKENS
     for trial in range(TRIALS):
         for name in seconds:
             sampler.engine.llm.reset_prefix_cache()
@@ -58,16 +72,19 @@ def measure(model: EvaluatedModel, prompts: Sequence[Tokens]) -> dict[str, float
             started = time.perf_counter()
             with sampler.session(sampling) as session:
                 if name == "turns":
-                    play_turns(session, prompts, TURNS, TOKENS, prompts[0][:RESULT])
+                    with intercept(engine, "completion_of", count):
+                        written = play_turns(session, prompts, TURNS, TOKENS, prompts[0][:RESULT])
                 else:
-                    session.complete(prompts)
+                    written = sum(len(sample.ids) for sample in session.complete(prompts))
             torch.cuda.synchronize()
+            assert written == tokens, (name, written)
             seconds[name] = min(seconds[name], time.perf_counter() - started)
     figures = {f"{name}_s": value for name, value in seconds.items()}
     return (
         figures
         | {"ratio": seconds["turns"] / seconds["answer"]}
-        | {f"{name}_tok_s": tokens[name] / value for name, value in seconds.items()}
+        | {"cached": 100 * sum(part for part, _ in cached) / max(1, sum(whole for _, whole in cached))}
+        | {f"{name}_tok_s": tokens / value for name, value in seconds.items()}
     )
 
 
