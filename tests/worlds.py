@@ -2,6 +2,7 @@
 """Environments of the tests."""
 
 import os
+import subprocess
 import threading
 import time
 
@@ -55,6 +56,12 @@ class Rough(Sum):
         """Leaves a copy and a thread behind, and returns too much."""
         threading.Thread(target=time.sleep, args=(1000,)).start()
         return "in the copy" if os.fork() == 0 else "x" * 3_000_000
+
+    def end_program(self):
+        """Starts a program and ends it."""
+        program = subprocess.Popen(["sleep", "100"])
+        program.terminate()
+        return str(program.wait())
 
     def fail(self):
         """Raises."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments in processes of their own: what they return, and what becomes of those that misbehave."""
 
+import os
 import pickle
 import re
 import time
+from multiprocessing import forkserver
 
 import pytest
 from helpers import ROOT
@@ -12,6 +14,7 @@ from worlds import Sum
 
 from grpo.common import InputError
 from grpo.environment.pool import DIED, TIMED_OUT, EnvironmentPool, describe_environment
+from grpo.process.ending import SIGNALS
 
 
 @pytest.fixture
@@ -49,6 +52,20 @@ def test_an_episode(pool_of):
     reply = ask(pool, environment, "finish", True)
     assert reply.reward == 1.0 and pickle.loads(reply.copy).total == 3
     assert not ask(pool, environment, "reset", {}).done, "constructed once, reset for each episode"
+
+
+def test_a_signal_to_all_processes_of_a_job_ends_no_environment(pool_of):
+    """The run finishes its step after one, and its episodes with it. A tool's own programs can be ended by one."""
+    pool = pool_of("Sum")
+    environment = pool.take()
+    ask(pool, environment, "reset", {"target": 3, "prompt": "x"})
+    for number in SIGNALS:
+        for process in (forkserver._forkserver._forkserver_pid, environment.process.pid):
+            os.kill(process, number)
+    time.sleep(0.3)
+    assert ask(pool, environment, "call", "add", {"number": 1}).text == "total 1"
+    program = pool_of("Rough").take()
+    assert ask(pool, program, "call", "end_program", {}).text == "-15"
 
 
 FAILURES = [("leave", {}, DIED), ("stop", {}, "call raised SystemExit: 1"), ("wait", {"seconds": 60}, TIMED_OUT)]
