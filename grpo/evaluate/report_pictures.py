@@ -46,7 +46,8 @@ CURVES = {
     "vLLM against trainer": Curve(["logp_diff_mean"], "How far their log-probs of the same tokens lie apart."),
     "GPU memory": Curve(["gpu_peak_gib"], "Most memory in use on the GPU, by other programs too."),
 }
-LABELS = {"tokens_mean": "mean", "tokens_max": "longest"}  # Of columns that share a picture.
+# Of columns that share a picture.
+LABELS = {"tokens_mean": "mean", "tokens_max": "longest", "turns_mean": "turns", "calls_mean": "calls"}
 LABEL_WIDTH = 40  # Characters of labels that fit beside each other in a legend.
 EPISODE_CURVES = {
     "Turns and calls": Curve(["turns_mean", "calls_mean"], "Turns and calls of an episode, their means."),

@@ -17,7 +17,7 @@ from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_files
 from grpo.evaluate.heldout_table import answers_by_action, evaluation_table
 from grpo.evaluate.report import write_report
-from grpo.evaluate.report_pictures import CURVES
+from grpo.evaluate.report_pictures import CURVES, EPISODE_CURVES, LABELS
 from grpo.evaluate.report_text import choices_rows, facts, without_repeats
 from grpo.evaluate.run_files import read_examples, read_metrics, read_run
 from grpo.figures.verdict import BASE, RARE_LOSSES, Comparison, describe_best, loading_advice, read_comparisons, verdict
@@ -135,6 +135,11 @@ def test_an_interrupted_run_says_what_was_measured_so_far(tmp_path):
     folder = write_run(tmp_path / "run", rows, evaluation={"before": EVALUATION["before"]})
     text = text_of(write_report(folder).parent)
     assert "Held-out reward was 0.400 before training and 0.450 after step 2. Training stands at step 3 of 30" in text
+
+
+def test_curves_that_share_a_picture_have_names_that_are_no_columns():
+    shared = [curve.columns for curve in (*CURVES.values(), *EPISODE_CURVES.values()) if len(curve.columns) > 1]
+    assert len(shared) > 1 and {name for columns in shared for name in columns} == LABELS.keys()
 
 
 def test_a_caveat_is_told_once():
