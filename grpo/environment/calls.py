@@ -85,16 +85,12 @@ def write_call(name: str, arguments: Mapping[str, object]) -> str:
 
 
 def shown_calls(value: object, names: Sequence[str]) -> list[str]:
-    """The turns of a demonstration: `value` is the column `calls` of a row, a list of {"name": ..., "arguments": {...}}
-    or its JSON text, of the tools `names`. Raises ValueError."""
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ValueError(f"it is no JSON ({error})") from None
-    if not isinstance(calls, list):
-        raise ValueError(f"it is {type(calls).__name__}, not a list")
+    """The turns of a demonstration: `value` is a list of {"name": ..., "arguments": {...}}, of the tools `names`.
+    Raises ValueError."""
+    if not isinstance(value, list):
+        raise ValueError(f"it is {type(value).__name__}, not a list")
     turns = []
-    for number, call in enumerate(calls, 1):
+    for number, call in enumerate(value, 1):
         if not isinstance(call, dict) or not isinstance(arguments := call.get("arguments", {}), dict):
             raise ValueError(f"call {number} is {call!r:.100}, not an object with name and arguments")
         if call.get("name") not in names:

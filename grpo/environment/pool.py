@@ -113,8 +113,9 @@ class EnvironmentPool:
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)
         # `describe_environment` has imported the module already: it neither fails nor hangs here.
-        modules = "grpo.environment.unsignalled", serve.__module__, self.name.partition(":")[0]
-        multiprocessing.set_forkserver_preload([*modules])
+        # The first one is named, because importing it here would let this process ignore its signals.
+        modules = ["grpo.environment.unsignalled", serve.__module__, self.name.partition(":")[0]]
+        multiprocessing.set_forkserver_preload(modules)
         environment = spawn("forkserver", self.name)
         self.all.add(environment)
         return environment

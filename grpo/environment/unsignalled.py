@@ -15,5 +15,5 @@ def stay(number: int, frame: object) -> None:
     """Does nothing."""
 
 
-for each in SIGNALS:
-    signal.signal(each, stay)
+for signal_number in SIGNALS:
+    signal.signal(signal_number, stay)

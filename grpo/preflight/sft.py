@@ -7,8 +7,9 @@ from pathlib import Path
 
 from grpo.common import Problems
 from grpo.data.files import MOST_PROBLEMS, Row
+from grpo.data.formats import Cell, read_literal
 from grpo.data.heldout import read_split
-from grpo.data.prompts import answer_of, count_tokens
+from grpo.data.prompts import answer_of, count_tokens, without_none
 from grpo.environment.calls import shown_calls
 from grpo.environment.worker import Description
 from grpo.output.folder import RunState, inspect_run
@@ -42,6 +43,14 @@ def inspect_out(asked: Settings, out: Path, problems: Problems) -> RunState:
     return state
 
 
+def read_calls(cell: Cell) -> Cell:
+    """What the column `calls` of a row holds, as itself or as text. Raises ValueError."""
+    try:
+        return without_none(read_literal(cell) if cell and isinstance(cell, str) else cell or [])
+    except ValueError:
+        raise ValueError("it is no JSON, nor a Python literal") from None
+
+
 def read_turns(
     rows: Sequence[Row], direct: bool, environment: Description | None, problems: Problems
 ) -> list[list[str]]:
@@ -58,17 +67,15 @@ def read_turns(
             faults.add(where, str(error), "Let prompt and answer begin with the same channel")
             continue
         try:
-            calls = shown_calls(row.columns.get(CALLS) or [], names) if environment else []
+            calls = shown_calls(read_calls(row.columns.get(CALLS)), names) if environment else []
         except ValueError as error:
             faults.add(f"{where}, {CALLS}", str(error), 'Write [{"name": ..., "arguments": {...}}, ...]')
             continue
         # An environment's answer may be what its reward needs: without calls it shows nothing.
         turns.append([*calls, answer] if answer and (calls or not environment) else calls)
     if rows and not faults and not any(turns):
-        fault, fix = (
-            "no row has an answer, or an action better than others",
-            "Add a column `answer`, or rewards that differ",
-        )
+        fault = "no row has an answer, or an action better than others"
+        fix = "Add a column `answer`, or rewards that differ"
         if environment:
             fault, fix = f"no row has a column `{CALLS}`", "Add it (docs/environments.md)"
         faults.add("DATA", fault, fix)
@@ -76,7 +83,7 @@ def read_turns(
     return turns
 
 
-def longest_turns(facts: Facts, turns: Sequence[Sequence[str]]) -> int:
+def longest_completion(facts: Facts, turns: Sequence[Sequence[str]]) -> int:
     """The tokens of the longest answer, from which memory is planned; its characters if no tokenizer works. An
     episode's results are not known yet, so it may be as long as MAX_COMPLETION_LEN."""
     if facts.environment:
@@ -109,7 +116,7 @@ def sft_preflight(environ: Mapping[str, str], out: Path) -> tuple[ResolvedRun, l
         "ROLLOUT_SYNC": choose_sync(asked),
     }
     # A completion is here an answer: memory is planned for the longest one.
-    learning = dataclasses.replace(fill_in(asked, chosen), MAX_COMPLETION_LEN=longest_turns(facts, turns))
+    learning = dataclasses.replace(fill_in(asked, chosen), MAX_COMPLETION_LEN=longest_completion(facts, turns))
     planned, inputs, plan = resolve.plan_run(learning, facts, facts.longest_prompt or asked.MAX_PROMPT_LEN)
     resolved = ResolvedRun(
         **vars(facts) | {"asked": asked, "sources": resolve.chosen_sources(asked, facts.sources)},

@@ -38,8 +38,8 @@ from grpo.process.ending import run_script
 from grpo.settings.parsing import parse_assignment
 from scripts.dev import record
 from scripts.dev.language_days import rule_rewards
-from scripts.dev.language_rows import TASKS, read_rows, write_rows
-from scripts.dev.record import Figure, Json, figure, read_json
+from scripts.dev.language_rows import TASKS, write_rows
+from scripts.dev.record import Figure, Json, figure, read_json, read_lines
 
 WARMUP = record.split_settings("""REWARDS=format EVAL_SHARE=0 LORA_R=32 LORA_ALPHA=64 PROMPTS_PER_STEP=32
     TOTAL_STEPS=90 LEARNING_RATE=1e-3 LR_SCHEDULER=linear WARMUP_STEPS=5""")
@@ -144,10 +144,10 @@ def task_figures(folder: Path) -> list[Figure]:
     figures += [figure(f"{name}.warmup_seconds", ran["seconds"], "s", "beside other runs")]
     figures += [row for run in runs for row in run_figures(run, start["before"])]
     if ran["task"] == "days" and "grpo" in evaluations:
-        rule, rewards = rule_rewards(read_rows(folder / "rows/heldout.jsonl"))
+        rule, rewards = rule_rewards(read_lines(folder / "rows/heldout.jsonl"))
         figures.append(figure(f"{name}.rule", statistics.fmean(rewards), "reward", f"the best rule, {rule}"))
-        after = {"reward_by_prompt": rewards}, evaluations["grpo"]["after"]
-        figures += difference(f"{name}.grpo_over_rule", *after, "GRPO minus the best rule")
+        of_rule, words = {"reward_by_prompt": rewards}, "GRPO minus the best rule"
+        figures += difference(f"{name}.grpo_over_rule", of_rule, evaluations["grpo"]["after"], words)
     if {"grpo", "sft"} <= evaluations.keys():
         ends = (evaluations[run]["after"] for run in ("grpo", "sft"))
         figures += difference(f"{name}.sft_over_grpo", *ends, "SFT on right answers minus GRPO")

@@ -153,10 +153,6 @@ def write_rows(task: Task, folder: Path, seed: int) -> None:
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
-def read_rows(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def with_answer(row: Row, shown: Shown) -> Row:
     """A row of scripts/sft.py: the prompt and the whole completion, or the episode and its calls."""
     if isinstance(shown, list):

@@ -3,14 +3,13 @@
 
 import functools
 import itertools
-import json
 import re
 import statistics
 from collections.abc import Mapping
 
 from grpo.common import ROOT
 from grpo.figures.text import markdown_table
-from scripts.dev.record import Json, recorded_values
+from scripts.dev.record import Json, read_lines, recorded_values
 
 RESULTS = ROOT / "docs/results/language-h200.json"
 TASKS = {"stories": "word problems", "tickets": "tickets", "sentences": "sentences"}
@@ -36,7 +35,7 @@ table = functools.partial(markdown_table, longest_cell=2000)  # More than any ce
 
 
 def completions() -> list[Json]:
-    return [json.loads(line) for line in RESULTS.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()]
+    return read_lines(RESULTS.with_suffix(".jsonl"))
 
 
 def seeds(values: Mapping[str, float], task: str, run: str) -> list[int]:

@@ -116,6 +116,11 @@ def write(path: Path, figures: Sequence[Figure], command: str | None = None, mor
     print(f"written: {path}")
 
 
+def read_lines(path: Path) -> list[Json]:
+    """The objects of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def recorded_values(name: str) -> dict[str, float]:
     """The values of docs/results/NAME by the names of their figures."""
     return {figure["name"]: figure["value"] for figure in read_json(ROOT / "docs" / "results" / name)["figures"]}

@@ -206,6 +206,16 @@ def test_sft_learns_what_an_episode_shows(episodes, tmp_path, tiny, monkeypatch)
     assert (tmp_path / "out" / ADAPTER).is_file()
 
 
+def test_calls_are_read_as_pandas_writes_them(episodes, tmp_path):
+    """Parquet gives every object of a column the keys of all others."""
+    padded = [{"name": "add", "arguments": {"number": 3, "seconds": None}}, {"name": "wait", "arguments": None}]
+    rows = [{"target": 2, "calls": cell} for cell in (padded, repr(padded), json.dumps(padded))]
+    resolved, turns = sft_preflight(episodes(*rows), tmp_path / "out")
+    add = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"number": 3}<|call|>'
+    wait = "<|channel|>commentary to=functions.wait <|constrain|>json<|message|>{}<|call|>"
+    assert not resolved.problems and turns == 3 * [[add, wait]]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
