@@ -19,7 +19,7 @@ through three sets of windows that chose neither. Exit code 1 unless the best on
 on all seeds and sets.
 
 `mismatch` runs the mismatch check, then once more for each of a list of faults that it makes in the engine or in the
-trainer, and records what the check sees (docs/maintainers/rollouts.md, "The mismatch check").
+trainer, and records what the check sees (docs/maintainers/mismatch.md).
 
 `turns` starts vLLM alone and plays 96 episodes of 24 turns of 64 tokens, then lets it write as many tokens at once.
 

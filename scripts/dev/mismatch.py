@@ -186,7 +186,7 @@ def judge(check: Callable[[Trainer], None], trainer: Trainer, name: str) -> list
 
     trainer.run.parity.clear()
     with contextlib.ExitStack() as stack:
-        for function in (parity.base_problem, parity.adapter_problem):
+        for function in (parity.base_problem, parity.adapter_problem, parity.effect_problem):
             stack.enter_context(mock.patch.object(parity, function.__name__, recorded(function)))
         stack.enter_context(FAULTS[name](trainer))
         try:
@@ -204,6 +204,9 @@ def judge(check: Callable[[Trainer], None], trainer: Trainer, name: str) -> list
     rounding = max(row["rounding"] for row in rows if "rounding" in row)
     figures.append(figure(f"{name}_rounding", rounding, "nats", "the trainer from itself with one more rounding"))
     control = min(row["control_mean"] for row in rows if "control_mean" in row)
+    shown = max((row for row in rows if "effect_share" in row), key=lambda row: abs(row["effect_share"] - 1))
+    note = f"of the test adapter's effect, standard error {shown['effect_error']:.2g}; the worse of two rounds"
+    figures.append(figure(f"{name}_share", shown["effect_share"], "share", note))
     figures.append(figure(f"{name}_base_kl", kl, "nats", "KL(vLLM || trainer) of the sampled tokens, no adapter"))
     return [*figures, figure(f"{name}_control", control, "nats", "with the trainer's adapter off")]
 
