@@ -66,7 +66,7 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", required=True, help="checkpoint folder")
     values = {"action": "append", "default": [], "metavar": "NAME=JSON"}
     command.add_argument("--engine", help="an argument of vllm.LLM; an object joins the one that is there", **values)
-    about_tiles = "a constraint of triton_kernels' tiles for the experts' products, such as split_k=1"
+    about_tiles = "a constraint of triton_kernels' tiles for the experts' products, such as num_stages=3"
     command.add_argument("--tiles", help=about_tiles, **values)
 
 

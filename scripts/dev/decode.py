@@ -125,7 +125,10 @@ def engine_changes(arguments: Json, tiles: Json) -> Iterator[None]:
         patch_kernels()
         if tiles:
             flags = importlib.import_module("triton_kernels.matmul_ogs_details.opt_flags")
-            flags.update_opt_flags_constraints(tiles)
+            update = flags.update_opt_flags_constraints
+            # vLLM sets constraints of its own while it loads weights, split_k=1 on Hopper.
+            flags.update_opt_flags_constraints = lambda own: update({**own, **tiles})
+            flags.update_opt_flags_constraints({})
 
     with (
         intercept(rollout_engine, "engine_arguments", change),

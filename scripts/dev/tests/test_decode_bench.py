@@ -123,15 +123,18 @@ def test_the_engine_holds_every_point():
 
 def test_arguments_of_vllm_can_be_changed(monkeypatch):
     own = {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "sizes": [1]}, "seed": 1}
-    flags, calls = SimpleNamespace(update_opt_flags_constraints=lambda tiles: calls.append(tiles)), []
+    calls = []
+    flags = SimpleNamespace(update_opt_flags_constraints=calls.append)
     monkeypatch.setitem(sys.modules, "triton_kernels.matmul_ogs_details.opt_flags", flags)
     monkeypatch.setattr(rollout_engine, "engine_arguments", lambda *words: dict(own))
     monkeypatch.setattr(rollout_engine, "patch_kernels", lambda: calls.append("patched"))
-    with decode.engine_changes({"compilation_config": {"cudagraph_mode": "FULL"}, "block_size": 32}, {"split_k": 1}):
+    with decode.engine_changes({"compilation_config": {"cudagraph_mode": "FULL"}, "block_size": 32}, {"split_k": 2}):
         changed = rollout_engine.engine_arguments("settings")
         rollout_engine.patch_kernels()
+    flags.update_opt_flags_constraints({"split_k": 1, "block_m": 16})  # as vLLM does later
     assert changed == {"compilation_config": {"cudagraph_mode": "FULL", "sizes": [1]}, "seed": 1, "block_size": 32}
-    assert calls == ["patched", {"split_k": 1}] and rollout_engine.engine_arguments() == own
+    assert calls == ["patched", {"split_k": 2}, {"split_k": 2, "block_m": 16}]
+    assert rollout_engine.engine_arguments() == own
 
 
 @dataclass
