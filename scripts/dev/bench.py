@@ -89,6 +89,9 @@ def parse_args() -> argparse.Namespace:
     about_points = "SEQUENCESxPROMPTxTOKENS[xGROUP], GROUP behind each prompt (default 96x940x512x8 and two of 4)"
     points = {"nargs": "+", "metavar": "POINT", "default": ["96x940x512x8", "4x940x200", "4x60000x200"]}
     decode.add_argument("--points", help=about_points, **points)
+    decode.add_argument(
+        "--trials", type=int, default=3, help="of each point, beside one that does not count (default %(default)s)"
+    )
     decode.add_argument("--steps", type=int, default=30, help="steps that are profiled (default %(default)s)")
     tails = add_command(commands, "tails", "rollouts of very different lengths, and of equal ones", False)
     add_engine_options(tails)

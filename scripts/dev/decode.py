@@ -33,7 +33,6 @@ from scripts.dev.harness import Function, intercept
 from scripts.dev.kernels import KINDS, longest_kernels, read_kernels, step_bytes, step_times
 from scripts.dev.record import Figure, Json, figure, read_json, write
 
-TRIALS = 3
 LEAST_TOKENS = 16
 COPIED_GIB = 4  # Size of the tensor with which the machine's bandwidth is measured.
 
@@ -193,7 +192,7 @@ def time_steps(engine: Engine, steps: int) -> tuple[int, float]:
     return written(engine) - before, time.perf_counter() - started
 
 
-def measure_point(engine: Engine, point: Point, vocab: int, trials: int = TRIALS) -> dict[str, float]:
+def measure_point(engine: Engine, point: Point, vocab: int, trials: int) -> dict[str, float]:
     """The fastest of some trials: milliseconds of a decoding step, tokens/s of such steps alone, and of the whole batch
     with its prefill. Before them a trial that does not count compiles kernels."""
     best: dict[str, float] = {}
@@ -212,10 +211,11 @@ def measure_point(engine: Engine, point: Point, vocab: int, trials: int = TRIALS
     return best | {"step_ms": 1000 * point.sequences / best["tok_s"]}
 
 
-def profile_point(engine: Engine, point: Point, vocab: int, steps: int, path: Path) -> float:
-    """Writes a trace of some decoding steps from the middle of the completions. Returns how many steps it holds."""
-    prompts = point.prompts(vocab, TRIALS)  # Those of the last trial, whose prefixes are cached.
-    with engine.stepping(TRIALS):
+def profile_point(engine: Engine, point: Point, vocab: int, steps: int, trial: int, path: Path) -> float:
+    """Writes a trace of some decoding steps from the middle of the completions, behind the prompts of a `trial`, which
+    are cached after the last one. Returns how many steps it holds."""
+    prompts = point.prompts(vocab, trial)
+    with engine.stepping(trial):
         left = begin(engine, prompts, point.tokens)
         steps = max(1, min(steps, left // 2))
         time_steps(engine, max(1, left // 2 - steps // 2))
@@ -289,9 +289,9 @@ def bench_decode(options: argparse.Namespace) -> int:
     bandwidth = measure_bandwidth()
     figures = [figure("bandwidth", bandwidth / 1e12, "TB/s", "the faster of a copy and a sum of 4 GiB")]
     for point in points:
-        values = measure_point(engine, point, config["vocab_size"])
+        values = measure_point(engine, point, config["vocab_size"], options.trials)
         path = Path(options.run) / f"{point}.json"
-        steps = profile_point(engine, point, config["vocab_size"], options.steps, path)
+        steps = profile_point(engine, point, config["vocab_size"], options.steps, options.trials, path)
         figures += point_figures(point, config, values, read_json(path), steps, bandwidth)
         write(Path(options.out), figures, more={"kernels": engine.backends, "variables": variables})
     return 0

@@ -137,6 +137,25 @@ def test_arguments_of_vllm_can_be_changed(monkeypatch):
     assert rollout_engine.engine_arguments() == own
 
 
+def test_an_engine_starts_as_a_run_starts_it(monkeypatch):
+    calls = []
+    engine = SimpleNamespace(sampling=lambda **more: more, wake=lambda: calls.append("awake"))
+
+    def start(settings, plan, path, stops):
+        calls.append((settings.ROLLOUT_SYNC, settings.VLLM_EAGER, plan.max_num_seqs, stops))
+        return engine
+
+    monkeypatch.setattr(rollout_engine, "start_engine", start)
+    monkeypatch.setattr(decode, "read_machine", lambda: H100)
+    options = argparse.Namespace(model="tiny", set=[("VLLM_EAGER", "1")], engine=[], tiles=[])
+    started, config = decode.start_alone(options, [Point(8, 20, 30, 4)])
+    assert started.sampling(n=1) == {"n": 1, "ignore_eos": True} and config["vocab_size"] == 792
+    assert calls == [("merge", True, 8, []), "awake"]
+    options.set = [("TOP_P", "2")]
+    with pytest.raises(InputError, match="TOP_P"):
+        decode.start_alone(options, [Point(8, 20, 30, 4)])
+
+
 @dataclass
 class Request:
     """A sequence of the stand-in: it has written `num_output_tokens` of `limit` tokens."""
@@ -204,15 +223,15 @@ def test_only_steps_in_which_all_write_are_timed(clock):
 
 def test_a_sequence_that_ends_too_soon_is_an_error(clock):
     with pytest.raises(InputError, match="take more tokens"):
-        decode.measure_point(StandIn(), Point(30, 10, 20), 100)
+        decode.measure_point(StandIn(), Point(30, 10, 20), 100, 1)
 
 
 def test_a_trace_holds_the_steps_that_were_asked_for(clock, monkeypatch, tmp_path):
     profiler = SimpleNamespace(export_chrome_trace=lambda path: open(path, "w").close())
     monkeypatch.setattr(decode, "profile", lambda activities: contextlib.nullcontext(profiler))
     path = tmp_path / "traces" / "point.json"
-    assert decode.profile_point(StandIn(), Point(4, 10, 60), 100, 10, path) == 10 and path.exists()
-    assert decode.profile_point(StandIn(), Point(4, 10, 20), 100, 30, path) == 7, "half of those that are left"
+    assert decode.profile_point(StandIn(), Point(4, 10, 60), 100, 10, 3, path) == 10 and path.exists()
+    assert decode.profile_point(StandIn(), Point(4, 10, 20), 100, 30, 3, path) == 7, "half of those that are left"
 
 
 def test_figures_of_a_point_have_its_kinds_and_its_kernels():
