@@ -3,8 +3,9 @@
 """Measure the project on the machine it runs on, and write the figures as JSON.
 
     python scripts/dev/bench.py rollout --model M --data D --out rollout.json
-    python scripts/dev/bench.py rollout --model M --data D --out small.json --free-gib 22 --set EXPERTS=shared
+    python scripts/dev/bench.py rollout --model M --data D --out R.json --free-gib 22 --set EXPERTS=shared
     python scripts/dev/bench.py mismatch --model M --data D --out mismatch.json
+    python scripts/dev/bench.py decode --model M --out decode.json --points 96x940x512x8 4x60000x200
     python scripts/dev/bench.py demo --out docs/results/demo-cpu.json --figure docs/demo.png
 
 M is the folder of a checkpoint (docs/maintainers/models.md, "Full"), D training CSVs.
@@ -22,6 +23,11 @@ on all seeds and sets.
 trainer, and records what the check sees (docs/maintainers/mismatch.md).
 
 `turns` starts vLLM alone and plays 96 episodes of 24 turns of 64 tokens, then lets it write as many tokens at once.
+
+`decode` starts vLLM alone and measures its decoding steps, then profiles 30 of them: time by kind of kernel, beside the
+bytes that a step must move.
+
+`tails` starts vLLM alone and measures rollouts of very different lengths, of 96, 192 and 384 completions.
 
 The JSON holds `command, machine, date, versions, commit, figures: [{name, value, unit, note}]`. For a command of
 docs/results that is gone, the commit that its JSON names has the code.
@@ -44,8 +50,8 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
     """Adds a command with the options that commands share; with `model` also those of a checkpoint on a GPU."""
     command = commands.add_parser(name, help=text)
     command.add_argument("--out", required=True, help="JSON to write")
-    about_run = "OUTPUT_DIR of the runs; deleted first (default %(default)s)"
-    command.add_argument("--run", default=f"runs/bench-{name}", help=about_run)
+    about_run = "folder of the traces" if name == "decode" else "OUTPUT_DIR of the runs; deleted first"
+    command.add_argument("--run", default=f"runs/bench-{name}", help=f"{about_run} (default %(default)s)")
     settings = {"type": parse_assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
     command.add_argument("--set", help="a setting of the runs", **settings)
     command.add_argument("--child", help=argparse.SUPPRESS)
@@ -53,6 +59,15 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
         command.add_argument("--model", required=True, help="checkpoint folder")
         command.add_argument("--data", required=True, help="training CSVs")
     return command
+
+
+def add_engine_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of a measurement that starts vLLM without a run: no rows, but any argument of vLLM."""
+    command.add_argument("--model", required=True, help="checkpoint folder")
+    values = {"action": "append", "default": [], "metavar": "NAME=JSON"}
+    command.add_argument("--engine", help="an argument of vllm.LLM; an object joins the one that is there", **values)
+    about_tiles = "a constraint of triton_kernels' tiles for the experts' products, such as num_stages=3"
+    command.add_argument("--tiles", help=about_tiles, **values)
 
 
 def parse_args() -> argparse.Namespace:
@@ -69,6 +84,20 @@ def parse_args() -> argparse.Namespace:
     mismatch.add_argument("--faults", nargs="+", metavar="NAME", help="only these, in this order (default: all)")
     mismatch.add_argument("--cpu", action="store_true", help="with vLLM's CPU build (scripts/dev/cpu_vllm.py)")
     add_command(commands, "turns", "episodes of 24 short turns in vLLM against one answer of as many tokens", True)
+    decode = add_command(commands, "decode", "vLLM's decoding steps, profiled by kind of kernel", False)
+    add_engine_options(decode)
+    about_points = "SEQUENCESxPROMPTxTOKENS[xGROUP], GROUP behind each prompt (default 96x940x512x8 and two of 4)"
+    points = {"nargs": "+", "metavar": "POINT", "default": ["96x940x512x8", "4x940x200", "4x60000x200"]}
+    decode.add_argument("--points", help=about_points, **points)
+    decode.add_argument(
+        "--trials", type=int, default=3, help="of each point, beside one that does not count (default %(default)s)"
+    )
+    decode.add_argument("--steps", type=int, default=30, help="steps that are profiled (default %(default)s)")
+    tails = add_command(commands, "tails", "rollouts of very different lengths, and of equal ones", False)
+    add_engine_options(tails)
+    tails.add_argument("--limit", type=int, default=3200, help="tokens at which lengths are cut (default %(default)s)")
+    about_learning = "seconds of learning from a completion (default %(default)s, an H200's)"
+    tails.add_argument("--learn-s", type=float, default=0.17, help=about_learning)
     options = parser.parse_args()
     if unknown := [name for name, _ in options.set if name not in FIELDS]:
         parser.error(f"{', '.join(unknown)}: no setting has this name (docs/settings.md)")
