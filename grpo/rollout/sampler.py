@@ -94,6 +94,7 @@ class EndTokens:
         return sample.ids[-1] in (*self.stops, self.padding)
 
 
+JOIN_STEPS = 8
 Limits = Sequence[int | None]  # Tokens that each answer may have; None: `max_tokens` of the Sampling.
 
 
@@ -137,24 +138,33 @@ class Session:
 
 
 class EngineSession(Session):
-    """vLLM's own loop: each `advance` is a step of the engine, and a prompt that goes in joins the next step."""
+    """vLLM's own loop: each `advance` is a step of the engine, which prompts that wait may join.
+
+    A step that reads prompts cannot replay the CUDA graph of decoding, and takes several times as long. Turns end at
+    any step; so that not every step becomes such a one, prompts join together, every JOIN_STEPS steps."""
 
     def __init__(self, engine: Engine, sampling: Sampling):
+        super().__init__(lambda prompts, limits: ())
         self.engine, self.sampling, self.numbers = engine, sampling, dict[str, int]()
-        self.count = 0
-
-    def submit(self, prompt: Tokens, limit: int | None = None) -> int:
-        sampling = self.sampling
-        temperature = None if sampling.with_logps else sampling.temperature
-        request = self.engine.add(prompt, limit or sampling.max_tokens, sampling.top_p, temperature)
-        self.numbers[request] = self.count
-        self.count += 1
-        return self.count - 1
+        self.steps = 0  # since prompts joined
 
     def advance(self) -> Iterable[tuple[int, Sample]]:
         """The samples that one more step of the engine completes, with their numbers."""
+        if self.waiting and (self.steps >= JOIN_STEPS or not self.numbers):
+            self.join()
+        self.steps += 1
         finished = self.engine.step() if self.numbers else []
         return [(self.numbers.pop(request), Sample(ids, logps)) for request, ids, logps in finished]
+
+    def join(self) -> None:
+        """Adds all prompts that wait to the engine."""
+        sampling = self.sampling
+        temperature = None if sampling.with_logps else sampling.temperature
+        for number, prompt, limit in self.waiting:
+            request = self.engine.add(prompt, limit or sampling.max_tokens, sampling.top_p, temperature)
+            self.numbers[request] = number
+        self.waiting.clear()
+        self.steps = 0
 
     @property
     def is_stepwise(self) -> bool:

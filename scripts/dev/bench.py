@@ -22,7 +22,8 @@ on all seeds and sets.
 `mismatch` runs the mismatch check, then once more for each of a list of faults that it makes in the engine or in the
 trainer, and records what the check sees (docs/maintainers/mismatch.md).
 
-`turns` starts vLLM alone and plays 96 episodes of 24 turns of 64 tokens, then lets it write as many tokens at once.
+`turns` starts vLLM alone and plays 96 episodes of 24 turns, of 64 tokens and of 32 to 96, then lets it write as many
+tokens at once.
 
 `decode` starts vLLM alone and measures its decoding steps, then profiles 30 of them: time by kind of kernel, beside the
 bytes that a step must move.
@@ -83,7 +84,8 @@ def parse_args() -> argparse.Namespace:
     mismatch = add_command(commands, "mismatch", "vLLM against the trainer, and which faults the check finds", True)
     mismatch.add_argument("--faults", nargs="+", metavar="NAME", help="only these, in this order (default: all)")
     mismatch.add_argument("--cpu", action="store_true", help="with vLLM's CPU build (scripts/dev/cpu_vllm.py)")
-    add_command(commands, "turns", "episodes of 24 short turns in vLLM against one answer of as many tokens", True)
+    turns = add_command(commands, "turns", "episodes of 24 short turns in vLLM, against one answer", False)
+    add_engine_options(turns)
     decode = add_command(commands, "decode", "vLLM's decoding steps, profiled by kind of kernel", False)
     add_engine_options(decode)
     about_points = "SEQUENCESxPROMPTxTOKENS[xGROUP], GROUP behind each prompt (default 96x940x512x8 and two of 4)"

@@ -122,8 +122,8 @@ def draw_sentence(rng: random.Random, part: str) -> tuple[Row, str, str]:
 
 SHARED = "EVAL_SAMPLES=4 EVAL_STEPS=0 LORA_R=16 LORA_ALPHA=32 PROMPTS_PER_STEP=16 NUM_GENERATIONS=8 TOTAL_STEPS=60"
 
-# A turn is a call without reasoning, of some 20 tokens; its result has as many.
-DAY = "TASK=tes_day MAX_PROMPT_LEN=800 MAX_COMPLETION_LEN=700 MAX_TURNS=10 MAX_TURN_LEN=40"
+# A turn is a call without reasoning, of some 20 tokens; its result has twice as many.
+DAY = "TASK=tes_day MAX_PROMPT_LEN=800 MAX_COMPLETION_LEN=900 MAX_TURNS=10 MAX_TURN_LEN=40"
 TASKS = {
     "stories": Task(draw_story, split_settings(f"{SHARED} REWARDS=gsm8k MAX_COMPLETION_LEN=64")),
     "tickets": Task(draw_ticket, split_settings(f"{SHARED} REWARDS=action MAX_COMPLETION_LEN=64")),

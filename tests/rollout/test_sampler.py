@@ -9,7 +9,16 @@ from engines import prompts_of, set_adapter
 from trainers import make, plain_trl
 
 from grpo.data.prompts import sampling_seed
-from grpo.rollout.sampler import Sample, Session, VllmSampler, evaluation_sampling, rollout_sampling
+from grpo.rollout.sampler import (
+    JOIN_STEPS,
+    EngineSession,
+    Sample,
+    Sampling,
+    Session,
+    VllmSampler,
+    evaluation_sampling,
+    rollout_sampling,
+)
 from grpo.settings.table import Settings
 
 
@@ -82,3 +91,39 @@ def test_vllm_steps_answer_as_its_batches_do(build, sync):
     with sampler.session(replace(rollout_sampling(trainer.run.settings, 0), in_turns=True)) as session:
         (sample,) = session.complete(prompts[:1])
     assert len(sample.logps) == len(sample.ids) and samples[0].logps is None
+
+
+class CountingEngine:
+    """An engine whose requests write a token a step; it notes with how many steps behind it each was added."""
+
+    def __init__(self):
+        self.left, self.steps, self.added = {}, 0, []
+
+    def add(self, prompt, max_tokens, top_p, temperature):
+        self.added.append((self.steps, max_tokens))
+        self.left[str(len(self.added))] = max_tokens
+        return str(len(self.added))
+
+    def step(self):
+        self.steps += 1
+        self.left = {request: tokens - 1 for request, tokens in self.left.items()}
+        ended = [request for request, tokens in self.left.items() if not tokens]
+        return [(request, [self.left.pop(request)], None) for request in ended]
+
+
+def test_turns_join_together_so_that_most_steps_decode_alone():
+    engine = CountingEngine()
+    session = EngineSession(engine, Sampling(0, 1.0, 1.0, 30))
+    numbers = [session.submit([1]), session.submit([1], 2), session.submit([1], 3)]
+    samples = {}
+    while engine.steps < 3:
+        for number, sample in session.advance():
+            samples[number] = sample
+            numbers.append(session.submit([1], 5))
+    while len(samples) < len(numbers):
+        samples |= dict(session.advance())
+    assert list(samples) == [1, 2, 3, 4, 0], "two joined after eight steps, beside the first one"
+    assert engine.added == [(0, 30), (0, 2), (0, 3), (JOIN_STEPS, 5), (JOIN_STEPS, 5)] and engine.steps == 30
+    engine.added.clear()
+    session.submit([1], 1)
+    assert dict(session.advance()) and engine.added == [(30, 1)], "nothing else runs, so it need not wait"

@@ -60,11 +60,10 @@ def test_an_hour_that_nobody_decides_is_not_free():
 def test_each_hour_begins_with_what_the_last_one_left():
     row = ROWS[0] | {"load": [90.0] * 10, "stored": START_KWH}
     day, texts = played(row, lambda day: 0)
-    assert "Now 08:00, stored 150 kWh." in texts[0] and "17:00 load 90 kW" in texts[0]
-    assert (
-        texts[1] == "Now 09:00, stored 60 kWh."
-        and texts[2] == "Now 10:00, stored 0 kWh. 30 kWh of the load were not served."
-    )
+    now = [f"load 90 kW, CO2 {co2:.3f} kg/kWh." for co2 in row["co2"]]
+    assert f"Now 08:00, stored 150 kWh, {now[0]}" in texts[0] and "17:00 load 90 kW" in texts[0]
+    assert texts[1] == f"Now 09:00, stored 60 kWh, {now[1]}"
+    assert texts[2] == f"Now 10:00, stored 0 kWh, {now[2]} 30 kWh of the load were not served."
     assert texts[-1] == "The day is over. 90 kWh of the load were not served." and len(day.step_rewards) == 10
 
 

@@ -61,7 +61,8 @@ class Day:
         return "\n\n" + "\n".join([*facts, *hours, self._state()])
 
     def _state(self) -> str:
-        return f"Now {HOURS[self.hour]:02d}:00, stored {self.stored:.0f} kWh."
+        now = f"Now {HOURS[self.hour]:02d}:00, stored {self.stored:.0f} kWh"
+        return f"{now}, load {self.load[self.hour]:.0f} kW, CO2 {self.co2[self.hour]:.3f} kg/kWh."
 
     def run(self, level: int) -> str:
         """Runs the heat pump for this hour, and returns the state of the next one.

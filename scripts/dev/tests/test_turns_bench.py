@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench.py turns`: every episode gets all its turns, behind what it wrote before."""
 
+import statistics
+
 from grpo.rollout.sampler import Sample, Session
-from scripts.dev.turns import play_turns
+from scripts.dev.turns import EPISODES, TOKENS, TURNS, play_turns, turn_lengths
 
 
 def test_every_episode_plays_all_its_turns():
@@ -12,5 +14,13 @@ def test_every_episode_plays_all_its_turns():
         seen.extend(map(list, prompts))
         return (Sample([len(prompt)] * limit) for prompt, limit in zip(prompts, limits, strict=True))
 
-    assert play_turns(Session(answer), [[1], [2]], 3, 2, [0]) == 12
-    assert seen[:4] == [[1], [2], [1, 1, 1, 0], [2, 1, 1, 0]] and seen[4] == [1, 1, 1, 0, 4, 4, 0] and len(seen) == 6
+    assert play_turns(Session(answer), [[1], [2]], [[2, 2, 2], [2, 1]], [0]) == 9
+    assert seen[:4] == [[1], [2], [1, 1, 1, 0], [2, 1, 1, 0]] and seen[4:] == [[1, 1, 1, 0, 4, 4, 0]]
+
+
+def test_uneven_turns_have_the_mean_of_equal_ones():
+    lengths = turn_lengths(True, 1)
+    assert len(lengths) == EPISODES and {len(own) for own in lengths} == {TURNS}
+    mean = statistics.fmean(length for own in lengths for length in own)
+    assert {*range(32, 97)} == {length for own in lengths for length in own} and abs(mean - TOKENS) < 2
+    assert turn_lengths(False, 1) == [[TOKENS] * TURNS] * EPISODES
