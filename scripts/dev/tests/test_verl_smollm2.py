@@ -80,7 +80,10 @@ def test_figures_of_verl_s_files(tmp_path):
     (out / "metrics").mkdir()
     steps = [{"step": 0, "data": {"val-core/rows/reward/mean@1": 0.25}}]
     steps += [
-        {"step": k, "data": {"critic/score/mean": k / 10, "timing_s/step": 9.0 - k, "perf/max_memory_allocated_gb": k}}
+        {
+            "step": k,
+            "data": {"critic/score/mean": k / 10, "timing_s/step": 9.0 - k, "actor/perf/max_memory_allocated_gb": k},
+        }
         for k in range(1, 8)
     ]
     (out / "metrics/ppo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps), encoding="utf-8")
