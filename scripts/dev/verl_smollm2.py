@@ -122,7 +122,7 @@ def run_stage(stage: str, options: argparse.Namespace) -> None:
     """Runs a stage, merges the model of SFT, and notes the seconds of both in OUT/stages.json."""
     out = options.out.absolute()
     (out / "metrics").mkdir(parents=True, exist_ok=True)
-    seconds = run(*stage_command(stage, out, options.steps, options.set if stage in ("ppo", "grpo") else []))
+    seconds = run(*stage_command(stage, out, options.steps, [] if stage == "sft" else options.set))
     if stage == "sft":
         seconds += run(merge_command(out), {})
     noted = read_json(out / "stages.json") or {}
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="default: all, in this order")
     parser.add_argument("--steps", type=int, default=100, help="of ppo and of grpo (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the rows (default %(default)s)")
-    text = "a further option of verl, for ppo and grpo"
+    text = "a further option of verl, for all stages but sft"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
     options = parser.parse_args(argv)
     if not (options.out / "model").exists():
