@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrites SmolLM2-135M-Instruct into gpt-oss's format: a trained model that reads English and is small.
+"""Rewrites SmolLM2-135M-Instruct into gpt-oss's format: a trained model that reads English and is small. For verl it is
+also written as the Llama that it is.
 
 Llama's block becomes gpt-oss's without a change of what it computes, but for two things. gpt-oss clamps the gate at
 `swiglu_limit`, and its experts are in MXFP4. One MXFP4 term a weight makes the model answer nonsense, so each weight
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
 from torch.nn import Module, functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
@@ -56,7 +57,7 @@ CALIBRATION_TEXTS = (
 )
 
 
-def read_source(source: Path) -> tuple[LlamaForCausalLM, Tokenizer]:
+def read_source(source: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """The model in float32 and its tokenizer, from a folder of the Hub's form or from a GGUF file.
 
     Raises InputError for another model, and where the package `gguf` is needed and missing."""
@@ -70,20 +71,25 @@ def read_source(source: Path) -> tuple[LlamaForCausalLM, Tokenizer]:
         raise InputError(f"{source}: no SmolLM2-135M-Instruct can be read ({error})") from None
     if not isinstance(model, LlamaForCausalLM) or model.config.hidden_size % 32 or "<|im_end|>" not in tokenizer.vocab:
         raise InputError(f"{source}: this is a model of type {model.config.model_type}, not SmolLM2-135M-Instruct")
-    return model.eval(), tokenizer.backend_tokenizer
+    return model.eval(), tokenizer
 
 
-def harmony_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """SmolLM2's tokenizer, its special tokens renamed by `RENAMED`. It is made anew from the vocabulary and the merges,
+def own_tokenizer(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
+    """SmolLM2's tokenizer, its special tokens renamed by `names`. It is made anew from the vocabulary and the merges,
     because the one that transformers makes of a GGUF does not split numbers into digits."""
     bpe = json.loads(tokenizer.to_str())["model"]
-    vocabulary = {RENAMED.get(token, token): number for token, number in bpe["vocab"].items()}
+    vocabulary = {names.get(token, token): number for token, number in bpe["vocab"].items()}
     renamed = Tokenizer(BPE(vocabulary, [tuple(pair) for pair in bpe["merges"]]))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     renamed.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     renamed.decoder = decoders.ByteLevel()
-    renamed.add_special_tokens(["<|endoftext|>", *RENAMED.values()])
+    renamed.add_special_tokens(["<|endoftext|>", *names.values()])
     return renamed
+
+
+def epsilon(config: LlamaConfig) -> float:
+    """The norms' epsilon as it was meant: a GGUF file holds 1e-5 as a float32."""
+    return float(f"{config.rms_norm_eps:.6g}")
 
 
 def config_values(config: LlamaConfig) -> dict[str, Any]:
@@ -109,7 +115,7 @@ def config_values(config: LlamaConfig) -> dict[str, Any]:
         "rope_theta": rope_theta,
         "rope_scaling": rope | {"original_max_position_embeddings": length},
         "swiglu_limit": GATE_LIMIT,
-        "rms_norm_eps": float(f"{config.rms_norm_eps:.6g}"),  # A GGUF file holds 1e-5 as a float32.
+        "rms_norm_eps": epsilon(config),
     }
 
 
@@ -222,6 +228,26 @@ def write_smollm2(out: Path, source: Path) -> None:
     Raises InputError as `read_source` and `new_directory` do."""
     with checkpoint.new_directory(out) as directory:
         model, tokenizer = read_source(source)
-        values, renamed = config_values(model.config), harmony_tokenizer(tokenizer)
+        values, renamed = config_values(model.config), own_tokenizer(tokenizer.backend_tokenizer, RENAMED)
         tensors = dict(model_tensors(model, values, renamed))
         checkpoint.write_checkpoint(directory, values, lambda name, like: tensors[name].to(like.dtype), renamed)
+
+
+def write_llama(out: Path, source: Path) -> None:
+    """Write the model in `source`, a folder or a GGUF file, to the folder `out` as the Hub has it: a Llama in BF16.
+
+    Raises InputError as `read_source` and `new_directory` do."""
+    with checkpoint.new_directory(out) as directory:
+        model, tokenizer = read_source(source)
+        end = "<|im_end|>"  # A GGUF file names the token that begins a message here, at which no answer ends.
+        own = own_tokenizer(tokenizer.backend_tokenizer, {token: token for token in RENAMED})
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=own, bos_token="<|im_start|>", eos_token=end, pad_token=end, unk_token="<|endoftext|>",
+            chat_template=tokenizer.chat_template, model_max_length=model.config.max_position_embeddings,
+        )  # fmt: skip
+        model.config.rms_norm_eps = epsilon(model.config)
+        ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id}
+        model.config.update(ends)
+        model.generation_config.update(**ends, bos_token_id=fast.bos_token_id)
+        model.to(torch.bfloat16).save_pretrained(directory)
+        fast.save_pretrained(directory)

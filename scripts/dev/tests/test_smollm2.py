@@ -8,7 +8,7 @@ import torch
 from make_model import main
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from grpo.common import InputError
@@ -108,6 +108,19 @@ def test_tokens_and_config(source, rewritten):
         assert distances.min() > 0.3, "an adapter on attention could not part tokens of one row"
     assert vllm_faults(config, longest=512) == [] and config["num_attention_heads"] == 8
     assert set(config["layer_types"]) == {"full_attention", "sliding_attention"} and config["sliding_window"] == 512
+
+
+def test_as_a_llama_it_is_the_same_in_the_hub_s_form(source, tmp_path):
+    """Answers end at <|im_end|>, whatever the source calls the end; a GGUF file names the token that begins one."""
+    smollm2.write_llama(tmp_path / "llama", source)
+    tokenizer, written = AutoTokenizer.from_pretrained(tmp_path / "llama"), read_config(tmp_path / "llama")
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>" and written["rms_norm_eps"] == 1e-5
+    assert tokenizer.tokenize("the 12<|im_end|>") == ["th", "e", "Ġ", "1", "2", "<|im_end|>"], "digits are apart"
+    llama = LlamaForCausalLM.from_pretrained(tmp_path / "llama")
+    ends = (tokenizer.eos_token_id, llama.config.eos_token_id, llama.generation_config.eos_token_id)
+    assert ends == (2, 2, 2) and llama.dtype == torch.bfloat16
+    original = smollm2.read_source(source)[0].bfloat16().state_dict()
+    assert all(torch.equal(tensor, original[name]) for name, tensor in llama.state_dict().items())
 
 
 @pytest.mark.parametrize("source", ["no folder", TINY_PATH])
