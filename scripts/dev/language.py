@@ -104,12 +104,13 @@ def imitate(options: argparse.Namespace) -> None:
 
 
 def run_figures(folder: Path, start: Json) -> list[Figure]:
-    """The held-out reward at a run's end, its paired difference from the `start`, and its seconds."""
+    """The held-out reward at a run's end, its paired difference from its start (SFT's: from `start`), its seconds."""
     ran, evaluation = read_json(folder / RUN), read_json(folder / "evaluation.json")
     name = f"{ran['task']}.{ran['seed']}.{folder.name}"
     assigned = " ".join(f"{key}={shlex.quote(value)}" for key, value in ran["settings"].items() if "/" not in value)
     figures = [scored(name, evaluation["after"], assigned), scored(f"{name}.greedy", evaluation["after_greedy"], "")]
-    figures += difference(f"{name}.gain", start, evaluation["after"], "after minus before")
+    before = evaluation.get("before", start)
+    figures += difference(f"{name}.gain", before, evaluation["after"], "after minus before")
     figures.append(figure(f"{name}.seconds", ran["seconds"], "s", "the whole process, beside other runs"))
     if (folder / LOGS[0]).is_file():
         steps = record.steps_of(folder).dropna(subset=["reward"])

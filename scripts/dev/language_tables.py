@@ -14,16 +14,30 @@ from scripts.dev.record import Json, read_lines, recorded_values
 RESULTS = ROOT / "docs/results/language-h200.json"
 TASKS = {"stories": "word problems", "tickets": "tickets", "sentences": "sentences"}
 POINT = "3e-4, rank 16, 16 prompts x 8"
-# Name of a run -> what differs from `POINT`, in the order of the table.
-SWEEP = {
-    "default": "5e-5, rank 4: the defaults until November 2026",
-    "rate-1e-4": "rate 1e-4",
-    "grpo": POINT,
-    "rate-1e-3": "rate 1e-3",
-    "rank-4": "rank 4",
-    "rank-64": "rank 64",
-    "group-4": "32 prompts x 4",
-    "rollout-4": "`STEPS_PER_GENERATION=4`",
+# File of results -> name of a run -> what differs from `POINT`, in the order of its table.
+SWEEPS = {
+    RESULTS.name: {
+        "default": "5e-5, rank 4: the defaults until November 2026",
+        "rate-1e-4": "rate 1e-4",
+        "grpo": POINT,
+        "rate-1e-3": "rate 1e-3",
+        "rank-4": "rank 4",
+        "rank-64": "rank 64",
+        "group-4": "32 prompts x 4",
+        "rollout-4": "`STEPS_PER_GENERATION=4`",
+    },
+    "language-sweep-h200.json": {
+        "grpo": POINT,
+        "rank-1": "rank 1, alpha 2",
+        "alpha-16": "alpha 16, as the rank",
+        "alpha-64": "alpha 64, four times the rank",
+        "group-16": "8 prompts x 16",
+        "experts": "adapter on experts as well",
+        "beta-0.02": "`BETA=0.02`",
+        "loss-cispo": "`LOSS_TYPE=cispo`",
+        "loss-grpo": "`LOSS_TYPE=grpo`",
+        "loss-dr_grpo": "`LOSS_TYPE=dr_grpo`",
+    },
 }
 SHOWN = 4  # completions of each task's first and last step in the docs
 LONGEST_TEXT = 150  # characters of a completion in the docs
@@ -62,10 +76,10 @@ def gains_table() -> str:
     return table(header, rows)
 
 
-def sweep_table() -> str:
+def sweep_table(results: str) -> str:
     """The gains of the runs of one task, one change at a time, and their time beside other runs."""
-    values, rows = recorded_values(RESULTS.name), []
-    for run, words in SWEEP.items():
+    values, rows = recorded_values(results), []
+    for run, words in SWEEPS[results].items():
         names = [f"stories.{seed}.{run}" for seed in seeds(values, "stories", run)]
         gains = [values[f"{name}.gain"] for name in names]
         minutes = statistics.mean(values[f"{name}.learning_s"] for name in names) / 60

@@ -143,7 +143,10 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"cards": fitting_cards},
     "docs/install.md": {"costs": costs},
     "docs/maintainers/language.md": {
-        "sweep": language_tables.sweep_table,
+        **{
+            f"sweep of {results}": functools.partial(language_tables.sweep_table, results)
+            for results in language_tables.SWEEPS
+        },
         "gains": language_tables.gains_table,
         "completions": language_tables.completions_table,
     },
