@@ -39,8 +39,11 @@ def made_up_arguments(tool: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def try_episode(settings: Settings, description: Description, row: Row, wants_copy: bool) -> Episode:
-    """An episode of `row` in which each tool is called once. Raises EpisodeFault."""
+def try_episode(
+    settings: Settings, description: Description, row: Row, wants_copy: bool
+) -> tuple[Episode, list[tuple[str, str]]]:
+    """An episode of `row` in which each tool is called once; also (request, text that came back) of its reset and its
+    calls. Raises EpisodeFault."""
     pool = EnvironmentPool(settings.ENVIRONMENT, settings.ENV_TIMEOUT)
 
     def ask(environment: Environment, *request: Any) -> Reply:
@@ -56,16 +59,18 @@ def try_episode(settings: Settings, description: Description, row: Row, wants_co
 
     with contextlib.closing(pool):
         environment, started = pool.take(), time.monotonic()
-        ask(environment, "reset", row.reset_arguments)
+        heard = [("reset", ask(environment, "reset", row.reset_arguments).text)]
         rewards, errors = [], 0
         for tool in description.tools[: settings.MAX_TURNS]:
-            reply = ask(environment, "call", tool["function"]["name"], made_up_arguments(tool))
+            name, arguments = tool["function"]["name"], made_up_arguments(tool)
+            reply = ask(environment, "call", name, arguments)
+            heard.append((f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})", reply.text))
             rewards.append(reply.reward)
             errors += reply.is_error
             if reply.done:
                 break
         last = ask(environment, "finish", wants_copy)
-    return Episode(
+    episode = Episode(
         prompt=row.prompt,
         prompt_ids=[],
         learned=[],
@@ -78,6 +83,7 @@ def try_episode(settings: Settings, description: Description, row: Row, wants_co
         tool_s=time.monotonic() - started,
         copy=base64.b64encode(last.copy).decode(),
     )
+    return episode, heard
 
 
 def check_environment(
@@ -96,7 +102,7 @@ def check_environment(
     if description is None or not rows or not specs:
         return  # This has a message of its own.
     try:
-        episode = try_episode(settings, description, rows[0], reads_environments(specs))
+        episode, _ = try_episode(settings, description, rows[0], reads_environments(specs))
     except EpisodeFault as error:
         fault = f"in an episode of {rows[0].file}, row {rows[0].number}, with made-up calls, {error}"
         problems.add(where, fault, "Correct it, or raise ENV_TIMEOUT if it only takes longer")

@@ -12,6 +12,7 @@ from grpo.data.heldout import group_of
 from grpo.data.prompts import count_tokens
 from grpo.harmony import answer_turn, completion_of
 from grpo.plan.cards import evaluation_seconds, find_card, knows_times, step_seconds, step_times
+from grpo.preflight.episodes import EpisodeFault, try_episode
 from grpo.preflight.resolve import ResolvedRun
 from grpo.reward.calling import RewardError
 from grpo.reward.reward_checks import GARBAGE, answer_lengths, correct_completion, score_made_up
@@ -24,7 +25,7 @@ Line = tuple[str, str]
 
 def preview(resolved: ResolvedRun) -> str:
     """The preview of a run; what cannot be told after a problem is left out."""
-    lines = [*row_lines(resolved), *answer_lines(resolved), *time_lines(resolved)]
+    lines = [*row_lines(resolved), *episode_lines(resolved), *answer_lines(resolved), *time_lines(resolved)]
     return "\n".join(["", "Preview", *(f"  {title:<16} {text}" for title, text in lines)])
 
 
@@ -37,10 +38,13 @@ def row_lines(resolved: ResolvedRun) -> Iterator[Line]:
         every = list(dict.fromkeys(row.prompt for row in rows))
         sample = list(dict.fromkeys([rows[0].prompt, *every[:: -(-len(every) // MOST_COUNTED)]]))
         lengths = count_tokens(resolved.files.tokenizer, sample)
-        yield "a prompt", f"{rows[0].id}, {lengths[rows[0].prompt]} tokens, as the model gets it:"
+        shown = "before the text that its reset adds" if s.ENVIRONMENT else "as the model gets it"
+        yield "a prompt", f"{rows[0].id}, {lengths[rows[0].prompt]} tokens, {shown}:"
         yield from (("", f"| {line}") for line in shown_prompt(rows[0].prompt))
         low, middle, high = deciles(list(lengths.values()))
         longest = f"the longest {resolved.longest_prompt} of MAX_PROMPT_LEN={s.MAX_PROMPT_LEN}"
+        if s.ENVIRONMENT:
+            longest = f"with the text of a reset at most MAX_PROMPT_LEN={s.MAX_PROMPT_LEN}"
         spread = f"a tenth up to {low:.0f} tokens, half up to {middle:.0f}, nine tenths up to {high:.0f}"
         yield "prompt lengths", f"{spread}; {longest}"
     yield from reward_lines(rows)
@@ -92,6 +96,23 @@ def group_lines(rows: Sequence[Row], eval_rows: Sequence[Row], episodes: bool) -
     rest = f", and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     if names:
         yield "evaluated", f"{', '.join(names[:MOST_LISTED])}{rest}; in brackets rows"
+
+
+def episode_lines(resolved: ResolvedRun) -> Iterator[Line]:
+    """An episode of the first row with made-up calls: what its reset adds to the prompt, what calls return and earn."""
+    rows, s = resolved.rows, resolved.settings
+    if resolved.environment is None or not rows:
+        return
+    try:
+        episode, heard = try_episode(s, resolved.environment, rows[0], wants_copy=False)
+    except EpisodeFault:
+        return  # The checks have reported it.
+    yield "an episode", f"{rows[0].id}, with made-up calls:"
+    for request, text in heard:
+        yield "", f"{request}{':' if text else ' adds nothing'}"
+        yield from (("", f"| {line}") for line in shown_prompt(text))
+    if (total := episode.total()) is not None:
+        yield "", f"earned: environment {total + 0.0:.4g}"
 
 
 def answer_lines(resolved: ResolvedRun) -> Iterator[Line]:

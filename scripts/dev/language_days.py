@@ -3,7 +3,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from datetime import date, datetime, time
+from datetime import date, datetime, time, timedelta
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,20 @@ import numpy as np
 from grpo.tasks.tes.closed_loop import RULES, Policy
 from grpo.tasks.tes.dataset import TRAIN_FACTOR, synthetic_windows, vary_loads
 from grpo.tasks.tes.plant import HOURS, PLANT, q_values
+from grpo.tasks.tes.profiles import HELDOUT_START
 from grpo.tasks.tes.prompts import State
 from grpo.tasks.tes_day.environment import TRAIN_START, Day, day_rows
 
 Row = dict[str, Any]
 STREAMS = {"train": 11, "heldout": 12, "warmup": 13}
+WEEKS = 100  # in which a part's days lie: held-out days differ, as intervals are over days
 
 
 def draw_day(rng: random.Random, part: str) -> tuple[Row, list[Row], list[Row]]:
     """A day, the best calls, and for the warm-up those of a thermostat, half of them replaced by random levels. Loads
     and stored energy vary as in data/tes_day_train.jsonl, but not those of held-out days."""
-    ((window, numbers),) = synthetic_windows(rng.randrange(2**31), STREAMS[part], 1, TRAIN_START)
+    start = (HELDOUT_START if part == "heldout" else TRAIN_START) + timedelta(weeks=rng.randrange(WEEKS))
+    ((window, numbers),) = synthetic_windows(rng.randrange(2**31), STREAMS[part], 1, start)
     if part == "heldout":
         row = rng.choice(list(day_rows(window)))
     else:

@@ -8,6 +8,7 @@ import pytest
 from machines import CPU, only, resolved_run
 
 from grpo.preflight.episodes import made_up_arguments
+from grpo.preflight.preview import preview
 
 
 @pytest.fixture
@@ -85,3 +86,16 @@ def test_made_up_arguments_have_their_types():
     }  # fmt: skip
     tool = {"function": {"parameters": {"properties": properties, "required": ["a", "b", "d"]}}}
     assert made_up_arguments(tool) == {"a": 1, "b": "x", "d": "text"}
+
+
+def test_the_preview_plays_an_episode(episode_run):
+    """The row's prompt alone is not what the model gets: a reset adds to it."""
+    lines = [" ".join(line.split()) for line in preview(episode_run(ENVIRONMENT="worlds:Sum")).splitlines()]
+    (prompt,) = [line for line in lines if line.startswith("a prompt rows:1, ")]
+    assert prompt.endswith("tokens, before the text that its reset adds:")
+    assert any(line.endswith("; with the text of a reset at most MAX_PROMPT_LEN=900") for line in lines)
+    first = lines.index("an episode rows:1, with made-up calls:")
+    calls = ["add(number=1):", "| total 1", "wait():", '| {"waited": 0.0, "by": null}']
+    assert lines[first + 1 :] == ["reset:", "| Reach 0.", *calls, "earned: environment -0.1"]
+    for name in ("worlds:NoReset", "worlds:IntReset"):
+        assert "with made-up calls:" not in preview(episode_run(ENVIRONMENT=name)), "the checks name the fault"
