@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import random
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from grpo.settings.environment import load_settings
 from grpo.settings.table import Settings
 from scripts.dev.harness import Function, intercept
 from scripts.dev.kernels import KINDS, longest_kernels, read_kernels, step_bytes, step_times
-from scripts.dev.record import Figure, Json, figure, read_json, write
+from scripts.dev.record import Figure, Json, figure, package_versions, read_json, this_command, write
 
 LEAST_TOKENS = 16
 COPIED_GIB = 4  # Size of the tensor with which the machine's bandwidth is measured.
@@ -277,14 +278,21 @@ def point_figures(
     return figures
 
 
-def set_variables() -> dict[str, str]:
-    """The variables of vLLM, torch and CUDA that whoever measures has set."""
-    return {name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "TORCH", "CUDA_"))}
+def command_with_variables() -> str:
+    """The command that runs now, behind the variables of vLLM, torch and CUDA that whoever measures has set."""
+    names = sorted(name for name in os.environ if name.startswith(("VLLM_", "TORCH", "CUDA_")))
+    return " ".join([*(f"{name}={shlex.quote(os.environ[name])}" for name in names), this_command()])
+
+
+def write_measured(options: argparse.Namespace, figures: Sequence[Figure], command: str, engine: Engine) -> None:
+    """Writes figures of an engine alone; the kernels that vLLM chose stand among the versions."""
+    kernels = {f"vllm {part}": name for part, name in engine.backends.items()}
+    write(Path(options.out), figures, command, more={"versions": package_versions() | kernels})
 
 
 def bench_decode(options: argparse.Namespace) -> int:
     """Starts vLLM alone, measures and profiles each point, and writes the figures; traces stay in --run."""
-    variables, points = set_variables(), [parse_point(text) for text in options.points]
+    command, points = command_with_variables(), [parse_point(text) for text in options.points]
     engine, config = start_alone(options, points)
     bandwidth = measure_bandwidth()
     figures = [figure("bandwidth", bandwidth / 1e12, "TB/s", "the faster of a copy and a sum of 4 GiB")]
@@ -293,5 +301,5 @@ def bench_decode(options: argparse.Namespace) -> int:
         path = Path(options.run) / f"{point}.json"
         steps = profile_point(engine, point, config["vocab_size"], options.steps, options.trials, path)
         figures += point_figures(point, config, values, read_json(path), steps, bandwidth)
-        write(Path(options.out), figures, more={"kernels": engine.backends, "variables": variables})
+        write_measured(options, figures, command, engine)
     return 0

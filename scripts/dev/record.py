@@ -97,6 +97,11 @@ def this_command() -> str:
     return shlex.join(["python", script, *words])
 
 
+def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    return {name: version for name, version in installed_versions(packages).items() if version}
+
+
 def write(path: Path, figures: Sequence[Figure], command: str | None = None, more: Json | None = None) -> None:
     """Prints the figures, and writes them as docs/results/ holds them; `more` adds keys, or replaces those of this
     machine."""
@@ -104,7 +109,7 @@ def write(path: Path, figures: Sequence[Figure], command: str | None = None, mor
         "command": command or this_command(),
         "machine": f"{machine_words(vars(read_machine()))}; Python {platform.python_version()}",
         "date": datetime.date.today().isoformat(),
-        "versions": {name: version for name, version in installed_versions(PACKAGES).items() if version},
+        "versions": package_versions(),
         "commit": commit(),
         **(more or {}),
         "figures": figures,

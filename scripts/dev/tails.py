@@ -9,12 +9,11 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import NormalDist
 
 from grpo.rollout.engine import Engine
-from scripts.dev.decode import Point, set_variables, start_alone
-from scripts.dev.record import Json, tabled, write
+from scripts.dev.decode import Point, command_with_variables, start_alone, write_measured
+from scripts.dev.record import Json, tabled
 
 # Of 80 completions of a GRPO run of gpt-oss-20b: 28% were cut at 3,200 tokens, the median of the others was 1,450. The
 # log-normal with these two has a 95th percentile of 2,930 among those that end (counted: 2,650).
@@ -137,9 +136,9 @@ def measure(engine: Engine, vocab: int, limit: int, learn_s: float) -> Json:
 
 def bench_tails(options: argparse.Namespace) -> int:
     """Starts vLLM alone, plays the rollouts, and writes the figures."""
-    variables = set_variables()
+    command = command_with_variables()
     engine, config = start_alone(options, [Point(max(SIZES), PROMPT, options.limit, GROUP)], whole=False)
     values = measure(engine, config["vocab_size"], options.limit, options.learn_s)
     figures = tabled(TABLE, values | {"limit": options.limit, "learn": options.learn_s})
-    write(Path(options.out), figures, more={"kernels": engine.backends, "variables": variables})
+    write_measured(options, figures, command, engine)
     return 0

@@ -5,7 +5,6 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ import torch
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
 from grpo.rollout.sampler import AwakeVllmSampler, Sampling, Session, Tokens
-from scripts.dev.decode import Point, set_variables, start_alone
+from scripts.dev.decode import Point, command_with_variables, start_alone, write_measured
 from scripts.dev.harness import Function, intercept
-from scripts.dev.record import tabled, write
+from scripts.dev.record import tabled
 
 EPISODES, GROUP, PROMPT = 96, 8, 940  # episodes, those of a prompt, its tokens
 TURNS, TOKENS, RESULT, TRIALS = 24, 64, 16, 3
@@ -93,11 +92,10 @@ def measure(engine: Engine, vocab: int) -> dict[str, float]:
 
 def bench_turns(options: argparse.Namespace) -> int:
     """Starts vLLM alone, measures, and writes the figures. VLLM_PREFIX_CACHE_RETENTION_INTERVAL may be set."""
-    variables, longest = set_variables(), TURNS * (UNEVEN[-1] + RESULT)
+    command, longest = command_with_variables(), TURNS * (UNEVEN[-1] + RESULT)
     engine, config = start_alone(options, [Point(EPISODES, PROMPT, longest, GROUP)], whole=False)
     values = measure(engine, config["vocab_size"])
     sizes = {"episodes": EPISODES, "turns": TURNS, "tokens": TOKENS, "result": RESULT}
     sizes |= {"least": UNEVEN[0], "most": UNEVEN[-1]}
-    more = {"kernels": engine.backends, "variables": variables}
-    write(Path(options.out), tabled(TABLE, values | sizes), more=more)
+    write_measured(options, tabled(TABLE, values | sizes), command, engine)
     return 0

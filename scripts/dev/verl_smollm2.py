@@ -27,7 +27,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, InputError, reflow
 from grpo.figures.statistics import score_values
-from grpo.plan.machine import installed_versions
 from grpo.process.ending import run_script
 from scripts.dev import record
 from scripts.dev.language import difference, run, scored
@@ -201,8 +200,7 @@ def examples(out: Path) -> list[Json]:
 
 def write_results(out: Path, results: Path) -> None:
     """Writes the figures, and beside them the answers."""
-    versions = {name: version for name, version in installed_versions(PACKAGES).items() if version}
-    record.write(results, figures_of(out), more={"versions": versions})
+    record.write(results, figures_of(out), more={"versions": record.package_versions(PACKAGES)})
     lines = [json.dumps(row) + "\n" for row in examples(out)]
     results.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
 
