@@ -62,13 +62,17 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
     return command
 
 
-def add_engine_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of a measurement that starts vLLM without a run: no rows, but any argument of vLLM."""
+def add_engine_options(command: argparse.ArgumentParser, trials: int = 0) -> None:
+    """Adds the options of a measurement that starts vLLM without a run: no rows, but any argument of vLLM; with a
+    default number of `trials` also theirs."""
     command.add_argument("--model", required=True, help="checkpoint folder")
     values = {"action": "append", "default": [], "metavar": "NAME=JSON"}
     command.add_argument("--engine", help="an argument of vllm.LLM; an object joins the one that is there", **values)
     about_tiles = "a constraint of triton_kernels' tiles for the experts' products, such as num_stages=3"
     command.add_argument("--tiles", help=about_tiles, **values)
+    if trials:
+        text = "trials, beside one that does not count (default %(default)s)"
+        command.add_argument("--trials", type=int, default=trials, help=text)
 
 
 def parse_args() -> argparse.Namespace:
@@ -85,15 +89,12 @@ def parse_args() -> argparse.Namespace:
     mismatch.add_argument("--faults", nargs="+", metavar="NAME", help="only these, in this order (default: all)")
     mismatch.add_argument("--cpu", action="store_true", help="with vLLM's CPU build (scripts/dev/cpu_vllm.py)")
     turns = add_command(commands, "turns", "episodes of 24 short turns in vLLM, against one answer", False)
-    add_engine_options(turns)
+    add_engine_options(turns, trials=2)
     decode = add_command(commands, "decode", "vLLM's decoding steps, profiled by kind of kernel", False)
-    add_engine_options(decode)
+    add_engine_options(decode, trials=3)
     about_points = "SEQUENCESxPROMPTxTOKENS[xGROUP], GROUP behind each prompt (default 96x940x512x8 and two of 4)"
     points = {"nargs": "+", "metavar": "POINT", "default": ["96x940x512x8", "4x940x200", "4x60000x200"]}
     decode.add_argument("--points", help=about_points, **points)
-    decode.add_argument(
-        "--trials", type=int, default=3, help="of each point, beside one that does not count (default %(default)s)"
-    )
     decode.add_argument("--steps", type=int, default=30, help="steps that are profiled (default %(default)s)")
     tails = add_command(commands, "tails", "rollouts of very different lengths, and of equal ones", False)
     add_engine_options(tails)

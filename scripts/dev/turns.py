@@ -2,30 +2,43 @@
 """Measures what turns cost: episodes of many short turns against one answer of as many tokens, in vLLM alone."""
 
 import argparse
+import itertools
 import random
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
 from grpo.rollout import engine as rollout_engine
+from grpo.rollout import sampler
 from grpo.rollout.engine import Engine
-from grpo.rollout.sampler import AwakeVllmSampler, Sampling, Session, Tokens
+from grpo.rollout.sampler import JOIN_STEPS, AwakeVllmSampler, Sampling, Session, Tokens
 from scripts.dev.decode import Point, command_with_variables, start_alone, write_measured
 from scripts.dev.harness import Function, intercept
 from scripts.dev.record import tabled
 
 EPISODES, GROUP, PROMPT = 96, 8, 940  # episodes, those of a prompt, its tokens
-TURNS, TOKENS, RESULT, TRIALS = 24, 64, 16, 3
+TURNS, TOKENS, RESULT = 24, 64, 16
+WARMUP_TURNS = 2  # of the trial that does not count
 UNEVEN = range(TOKENS // 2, TOKENS + TOKENS // 2 + 1)  # Lengths of turns that differ; their mean is TOKENS.
+# How episodes are played -> whether their turns differ in length, and after how many steps turns join the engine.
+WAYS = {
+    "turns": (False, JOIN_STEPS),
+    "uneven": (True, JOIN_STEPS),
+    "every_step": (True, 0),
+    "lockstep": (True, 10**9),  # when nothing else runs
+}
 TABLE = """
 turns_s | s | {episodes} episodes of {turns} turns of {tokens} tokens, results of {result} tokens between them
-uneven_s | s | the same with turns of {least} to {most} tokens, so that each begins at another step
+uneven_s | s | the same with turns of {least} to {most} tokens, so that each ends at another step
+every_step_s | s | as uneven_s, but a turn joins the engine's next step, not one of {join}
+lockstep_s | s | as uneven_s, but all wait for the longest turn, as in TRL's loop, which also sends weights each time
 answer_s | s | answers of as many tokens as the first episodes, from the same prompts
-ratio uneven_ratio | | turns_s and uneven_s a token, divided by answer_s a token
+turns_ratio uneven_ratio every_step_ratio lockstep_ratio | | seconds a token, divided by those of answer_s
 cached | % | of the tokens before all turns but the first, how many vLLM's prefix cache had
-turns_tok_s uneven_tok_s answer_tok_s | tokens/s | of what the model wrote
+turns_tok_s uneven_tok_s every_step_tok_s lockstep_tok_s answer_tok_s | tokens/s | of what the model wrote
 """
 
 
@@ -54,9 +67,9 @@ def turn_lengths(uneven: bool, seed: int) -> list[list[int]]:
     return [[draw.choice(UNEVEN) if uneven else TOKENS for _ in range(TURNS)] for _ in range(EPISODES)]
 
 
-def measure(engine: Engine, vocab: int) -> dict[str, float]:
-    """The fastest of TRIALS, each with other tokens, so that no prefix is cached from an earlier one; before them one
-    that does not count compiles kernels."""
+def measure(engine: Engine, vocab: int, trials: int) -> dict[str, float]:
+    """The fastest of some trials, each with other tokens, so that no prefix is cached from an earlier one; before them
+    a short one that does not count compiles kernels."""
     cached: list[tuple[int, int]] = []
 
     def count(completion_of: Function, output: Any, with_logps: bool) -> Any:
@@ -64,28 +77,34 @@ def measure(engine: Engine, vocab: int) -> dict[str, float]:
             cached.append((output.num_cached_tokens, len(output.prompt_token_ids)))
         return completion_of(output, with_logps)
 
-    best = dict.fromkeys(("turns", "uneven", "answer"), 0.0)
-    for trial in range(TRIALS + 1):
-        prompts = Point(EPISODES, PROMPT, TOKENS, GROUP).prompts(vocab, trial)
-        lengths = {name: turn_lengths(name == "uneven", trial) for name in ("turns", "uneven")}
-        lengths["answer"] = [[sum(own)] for own in lengths["turns"]]
-        for name, own in lengths.items():
-            engine.llm.reset_prefix_cache()
-            sampling = Sampling(trial, 1.0, 1.0, TURNS * TOKENS, with_logps=True, in_turns=name != "answer")
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            awake = AwakeVllmSampler(engine, None)
-            with awake.session(sampling) as session, intercept(rollout_engine, "completion_of", count):
-                written = play_turns(session, prompts, own, prompts[0][:RESULT])
-            torch.cuda.synchronize()
-            assert written == sum(map(sum, own)), (name, written)
-            if trial:
-                best[name] = max(best[name], written / (time.perf_counter() - started))
+    best = dict.fromkeys((*WAYS, "answer"), 0.0)
+    awake = AwakeVllmSampler(engine, None)
+    for trial, name in itertools.product(range(trials + 1), best):
+        is_uneven, join_steps = WAYS.get(name, (False, JOIN_STEPS))
+        prompts, lengths = Point(EPISODES, PROMPT, TOKENS, GROUP).prompts(vocab, trial), turn_lengths(is_uneven, trial)
+        if not trial:
+            lengths = [own[:WARMUP_TURNS] for own in lengths]
+        if name == "answer":
+            lengths = [[sum(own)] for own in lengths]
+        engine.llm.reset_prefix_cache()
+        sampling = Sampling(trial, 1.0, 1.0, sum(lengths[0]), with_logps=True, in_turns=name != "answer")
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        with (
+            awake.session(sampling) as session,
+            intercept(rollout_engine, "completion_of", count),
+            mock.patch.object(sampler, "JOIN_STEPS", join_steps),
+        ):
+            written = play_turns(session, prompts, lengths, prompts[0][:RESULT])
+        torch.cuda.synchronize()
+        assert written == sum(map(sum, lengths)), (name, written)
+        if trial:
+            best[name] = max(best[name], written / (time.perf_counter() - started))
     tokens = EPISODES * TURNS * TOKENS
     return (
         {f"{name}_tok_s": rate for name, rate in best.items()}
         | {f"{name}_s": tokens / rate for name, rate in best.items()}
-        | {"ratio": best["answer"] / best["turns"], "uneven_ratio": best["answer"] / best["uneven"]}
+        | {f"{name}_ratio": best["answer"] / best[name] for name in WAYS}
         | {"cached": 100 * sum(part for part, _ in cached) / max(1, sum(whole for _, whole in cached))}
     )
 
@@ -94,8 +113,8 @@ def bench_turns(options: argparse.Namespace) -> int:
     """Starts vLLM alone, measures, and writes the figures. VLLM_PREFIX_CACHE_RETENTION_INTERVAL may be set."""
     command, longest = command_with_variables(), TURNS * (UNEVEN[-1] + RESULT)
     engine, config = start_alone(options, [Point(EPISODES, PROMPT, longest, GROUP)], whole=False)
-    values = measure(engine, config["vocab_size"])
+    values = measure(engine, config["vocab_size"], options.trials)
     sizes = {"episodes": EPISODES, "turns": TURNS, "tokens": TOKENS, "result": RESULT}
-    sizes |= {"least": UNEVEN[0], "most": UNEVEN[-1]}
+    sizes |= {"least": UNEVEN[0], "most": UNEVEN[-1], "join": JOIN_STEPS}
     write_measured(options, tabled(TABLE, values | sizes), command, engine)
     return 0
