@@ -94,7 +94,7 @@ class EndTokens:
         return sample.ids[-1] in (*self.stops, self.padding)
 
 
-JOIN_STEPS = 8
+JOIN_STEPS = 8  # of the engine, from one joining of prompts to the next
 Limits = Sequence[int | None]  # Tokens that each answer may have; None: `max_tokens` of the Sampling.
 
 
