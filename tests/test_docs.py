@@ -174,7 +174,8 @@ def test_the_table_of_data_md_becomes_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mydata").mkdir()
     (tmp_path / "tickets.csv").write_text(
-        "severity;queue;opened;cost_wait;cost_team;cost_manager\n4;2;01.09.2026;3,5;1;2\n9;7;02.09.2026;9;2,25;1\n"
+        "severity;queue;opened;cost_wait;cost_team;cost_manager\n4;2;01.09.2026;3,5;1;2\n"
+        "5;;01.09.2026;4;4;4\n9;7;02.09.2026;9;2,25;1\n"
     )
     swapped = re.search(r'pandas\.read_excel\("tickets\.xlsx"\)  # or (.*)', code)
     exec(f"import pandas\n{code.replace(swapped[0], 'pandas.' + swapped[1])}", {})

@@ -124,7 +124,7 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
             problems.add(where, problem, "Rename one of the two")
     if not {*PROMPT_COLUMNS, "messages"} & set(header):
         problem = f"there is neither a `prompt` nor a `user` column among {join_names(header)}"
-        fix = f"Add one of them (or `question`, or `messages`); {TABLE_DOC} makes one of other columns in eight lines"
+        fix = f"Add one of them (or `question`, or `messages`); {TABLE_DOC} makes one of other columns in ten lines"
         if other := next((name for name in header if name.lower() in (*PROMPT_COLUMNS, "messages")), None):
             fix = f"Rename `{other}` to `{other.lower()}`"
         problems.add(where, problem, fix)
@@ -154,7 +154,8 @@ def read_numbers(where: str, columns: Columns, names: Sequence[str], problems: P
             number = math.nan
         if isinstance(cell, bool) or not math.isfinite(number):
             problem = f"{one_line(repr(cell), 200)} is not a finite number"
-            problems.add(f"{where}, column {name}", problem, "Every action needs a number, in plain digits")
+            fix = "Every action needs a number in plain digits, such as -1509.79"
+            problems.add(f"{where}, column {name}", problem, fix)
         elif abs(number) > MOST_REWARD:
             problem = f"{cell!r} is more than {MOST_REWARD:g} in size, too much for float32"
             problems.add(f"{where}, column {name}", problem, "Divide all of them by the same number")

@@ -21,7 +21,9 @@ Columns = dict[str, Cell]
 Record = tuple[str, Columns]  # The location for messages ("FILE, row 3"), and the columns of the record.
 Table = tuple[list[str], list[Record]]  # The names of the columns, and the records.
 
-SEPARATED_NAMES = re.compile(r"[\w ]+([;\t])[\w ]+(?:\1[\w ]+)*")  # Names of columns; a prompt has other characters.
+# Names of columns, which may be quoted; a prompt has commas, or marks that end a sentence.
+NAME = r'"?(?:[^;\t,.?!:<>|"]|\.(?!\s+[A-Z]|$))*"?'
+SEPARATED_NAMES = re.compile(rf"{NAME}([;\t]){NAME}(?:\1{NAME})*")
 EXCELS_LINE = re.compile(r"sep=(.?)")  # Its first line where it names the separator.
 csv.field_size_limit(2**31 - 1)  # Cells of data and logs may exceed Python's default of 131,072 characters.
 
@@ -58,22 +60,28 @@ def read_text(path: Path) -> str:
         raise UnreadableFile(f"{path}, line {line}", f"byte {error.start} is not UTF-8", fix) from None
 
 
-def check_separator(path: Path, header: Sequence[str]) -> None:
-    """Raises UnreadableFile if semicolons or tabs separate the header's names, as where Excel is set to German, or if
-    the first line names the separator, as Excel takes it."""
+def check_separator(path: Path, line: str) -> None:
+    """Raises UnreadableFile if semicolons or tabs separate the names in the first line, as where Excel is set to
+    German, or if this line names the separator, as Excel takes it. Beside semicolons numbers have decimal commas."""
     fix = "Save it with commas: pandas.read_csv({!r}, sep={!r}{}).to_csv({!r}, index=False)"
-    if match := EXCELS_LINE.fullmatch(header[0]):
-        mark, name = match[1] or ",", path.name
-        fault = f"its first line is {header[0]!r}, which only Excel takes, and no header"
-        raise UnreadableFile(path, fault, fix.format(name, mark, ", skiprows=1", name))
-    if len(header) == 1 and (match := SEPARATED_NAMES.fullmatch(header[0])):
-        fault = f"its columns are separated by {match[1]!r}, not by commas"
-        raise UnreadableFile(path, fault, fix.format(path.name, match[1], "", path.name))
+    if match := EXCELS_LINE.fullmatch(line.strip('"')):
+        mark, options = match[1] or ",", ", skiprows=1"
+        fault = f"its first line is {line!r}, which only Excel takes, and no header"
+    elif match := SEPARATED_NAMES.fullmatch(line):
+        mark, options = match[1], ""
+        fault = f"its columns are separated by {mark!r}, not by commas"
+    else:
+        return
+    if mark == ";":
+        options += ", decimal=','"
+    raise UnreadableFile(path, fault, fix.format(path.name, mark, options, path.name))
 
 
 def read_csv_table(path: Path, problems: Problems) -> Table:
     """The table of a CSV; a row of another length than the header is a problem. Raises UnreadableFile."""
-    reader, line = csv.reader(io.StringIO(read_text(path), newline=""), strict=True), 1
+    text = read_text(path)
+    check_separator(path, text.lstrip("\r\n").partition("\n")[0].rstrip("\r"))
+    reader, line = csv.reader(io.StringIO(text, newline=""), strict=True), 1
     header: list[str] = []
     records: list[Record] = []
     number = 0
@@ -89,7 +97,6 @@ def read_csv_table(path: Path, problems: Problems) -> Table:
                     problems.add(where, problem, "Quote cells that hold commas or line breaks")
             if not header:
                 header = [name.strip() for name in cells]
-                check_separator(path, header)
             line = reader.line_num + 1
     except csv.Error as error:
         fix = "Close every quote, and double quotes inside a quoted cell"

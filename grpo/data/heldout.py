@@ -106,7 +106,8 @@ def hold_out(rows: Sequence[Row], share: float, episodes: bool = False) -> Split
     train = [row for row, held in zip(rows, is_held, strict=True) if not held]
     unseen = [row for row, held in zip(rows, is_held, strict=True) if held]
     if not unseen:
-        reason = f"none: the prompts of the {len(chosen)} {kinds} that a hash chose are in other rows too"
+        reason = f"none: the prompts of the {len(chosen)} {kinds} that a hash chose are in other rows too, which are "
+        reason += "trained on. Write more of the row into its prompt, such as the time"
         return Split(list(rows), [], "; ".join([reason, *notes]))
     evaluated = set(map(id, sorted(unseen, key=lambda row: data_fingerprint([row]))[:MOST_HELD_OUT]))
     heldout = [row for row in unseen if id(row) in evaluated]

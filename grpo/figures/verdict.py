@@ -18,8 +18,8 @@ RULE = "the best fixed rule, {}"
 # Of so many clusters at least one bears a loss that one cluster in ten bears, with a probability of 95%.
 FEW_CLUSTERS = 30
 RARE_LOSSES = (  # measured with such losses; docs/evaluation.md says the same
-    "an interval over few {0}s cannot show rare losses: with one {0} in ten bearing a large loss, 38% of such "
-    "intervals hold the truth at five {0}s, 65% at 15"
+    "an interval over few {0}s cannot show rare losses: where one {0} in ten bears a large loss, only 38% of 95% "
+    "intervals over five {0}s hold the true mean, 65% of those over 15"
 )
 
 

@@ -73,11 +73,11 @@ def reward_lines(rows: Sequence[Row]) -> Iterator[Line]:
     if not rewarded:
         return
     best = Counter(k for row in rewarded for k, reward in enumerate(row) if reward == max(row))
-    yield "rewards", f"{'action':>8} {'mean':>9} {'least':>9} {'largest':>9}   best in"
+    yield "rewards", f"{'action':>8} {'mean':>10} {'least':>10} {'largest':>10}   best in"
     actions = max(map(len, rewarded))
     for k in range(min(actions, MOST_LISTED)):
         column = [row[k] for row in rewarded if k < len(row)]
-        figures = " ".join(f"{value + 0.0:>9.4g}" for value in (fmean(column), min(column), max(column)))
+        figures = " ".join(f"{value + 0.0:>10.6g}" for value in (fmean(column), min(column), max(column)))
         yield "", f"{f'[{k}]':>8} {figures}   {best[k] / len(rewarded):.0%} of {len(rewarded)} rows"
     if actions > MOST_LISTED:
         yield "", f"and {actions - MOST_LISTED} more actions"
@@ -134,7 +134,7 @@ def answer_lines(resolved: ResolvedRun) -> Iterator[Line]:
         return  # The checks have reported it.
     yield "made-up answers", f"to {rows[0].id}, and what they earn before weights:"
     for (meaning, _), values in zip(answers, scores, strict=True):
-        earned = ", ".join(f"{name} {value + 0.0:.4g}" for name, value in zip(names, values, strict=True))
+        earned = ", ".join(f"{name} {value + 0.0:.6g}" for name, value in zip(names, values, strict=True))
         yield "", f"{meaning}: {earned}"
 
 

@@ -190,11 +190,30 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
     try:
         scores = score_made_up(specs, settings, answered, column_names(rows), tokenizer)
     except RewardError as error:
-        (decoded,) = tokenize([answered[-1][1]], tokenizer)[1]
+        row, text = find_failing(specs, settings, answered, column_names(rows), tokenizer)
+        (decoded,) = tokenize([text], tokenizer)[1]
         tried = f"It was tried before the run on made-up answers to {len(sample)} rows"
-        raise RewardError(f"{error}. {tried}, such as {decoded!r}") from error
+        raise RewardError(f"{error}. {tried}, such as {decoded!r} to {row.id}") from error
     weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
     return [(row, list(itertools.islice(weighted, len(GARBAGE) + (len(row.rewards) or 2)))) for row in sample]
+
+
+def find_failing(
+    specs: Specs,
+    settings: Settings,
+    answered: Sequence[tuple[Row, str]],
+    columns: Sequence[str],
+    tokenizer: Path | None,
+) -> tuple[Row, str]:
+    """A completion on which a function fails, found by halving these, and its row. The function failed on all."""
+    while len(answered) > 1:
+        middle = len(answered) // 2
+        try:
+            score_made_up(specs, settings, answered[middle:], columns, tokenizer)
+            answered = answered[:middle]
+        except RewardError:
+            answered = answered[middle:]
+    return answered[0]
 
 
 def score_made_up(

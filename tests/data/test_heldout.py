@@ -86,7 +86,8 @@ def test_a_row_whose_prompt_is_trained_on_another_day_is_trained_on_and_counted(
     assert "1 more rows of these are trained on, because their prompts are in other rows too" in split.reason
     alike = [dataclasses.replace(row, messages=(("user", "What now?"),)) for row in rows]
     split = hold_out(alike, 0.1)
-    assert split.train == alike and not split.heldout and "are in other rows too" in split.reason
+    assert split.train == alike and not split.heldout
+    assert "are in other rows too, which are trained on. Write more of the row into its prompt" in split.reason
 
 
 def test_of_too_few_rows_nothing_is_held_out():

@@ -87,6 +87,11 @@ def test_the_page_of_a_full_run_is_one_file_without_network_and_tells_all(full):
     assert "someone" not in text and "|DATA|" in text and "|LORA_R|" not in text
 
 
+def test_completions_worth_money_are_shown_to_the_unit(tmp_path):
+    folder = write_run(tmp_path / "run", [metrics_row(1)], [completion_row(1, reward=-19511.2)])
+    assert "reward -19511.2," in text_of(write_report(folder).parent)
+
+
 def test_report_and_table_say_the_same_of_the_best_constant_action(tmp_path):
     gain = {"reward": -0.05, "reward_low": -0.08, "reward_high": -0.02, "clusters": 12}
     evaluation = EVALUATION | {"constant": 0.0, "by_day": True, "difference_constant": gain}

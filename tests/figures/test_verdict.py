@@ -62,7 +62,7 @@ def test_three_policies_and_none():
     [
         (None, 1, "; a single day shows nothing"),
         (None, 4, "; 4 days show no spread"),
-        (0.1, 5, "; an interval over few days cannot show rare losses: with one day in ten bearing a large loss"),
+        (0.1, 5, "; an interval over few days cannot show rare losses: where one day in ten bears a large loss"),
         (0.1, 29, "; an interval over few days cannot show rare losses"),
         (0.1, 30, ""),
         (0.1, None, ""),

@@ -45,6 +45,13 @@ def test_rows_are_shown_as_the_run_takes_them(tmp_path):
     assert "TASK" in banner(resolved_run(tmp_path / "run"), every_setting=True)
 
 
+def test_costs_in_money_are_shown_to_the_unit(tmp_path):
+    rows = [(f"Call {n}. Answer [0] or [1].", f"2026-09-{n + 1:02}", -19998.7, -1850) for n in range(20)]
+    lines = lines_of(preview(resolved_run(tmp_path / "run", DATA=write_csv(tmp_path / "calls.csv", HEADER, rows))))
+    assert "[0] -19998.7 -19998.7 -19998.7 0% of 18 rows" in lines
+    assert "[0], its worst action: action -19998.7" in lines
+
+
 def test_an_own_function_scores_the_expected_answer(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "def exact(raw_completions, answer, **kwargs):\n"

@@ -34,6 +34,9 @@ def leaves(completions, **columns): raise SystemExit
 def deep(completions, **columns): return deep(completions)
 def same(completions, **columns): return [0.0 for _ in completions]
 def worth_of(worth, **columns): return [float(value) for value in worth]
+def third(raw_completions, note, **columns):
+    return [1 / (n != "3" or "[0]" not in text) for n, text in zip(note, raw_completions)]
+def finals(completions, **columns): return [float(len(text.split("final")[1])) for text in completions]
 """
 MODULES = {"my_rewards": MY_REWARDS, "my_helper": "zero = 0.0\n", "my_exit": "import sys\nsys.exit(0)\n"}
 
@@ -248,7 +251,16 @@ def test_answers_that_max_completion_len_cuts_are_noticed(rows, names, tokens, r
 def test_a_call_that_fails_is_shown(my_rewards):
     problem = only(problems_of(BARE, REWARDS="my_rewards:polite"))
     assert "missing 1 required keyword-only argument: 'note'" in problem
-    assert problem.endswith("made-up answers to 1 rows, such as 'final[1]'")
+    assert problem.endswith("made-up answers to 1 rows, such as 'final[1]' to d:1")
+
+
+def test_the_answer_that_fails_is_shown(my_rewards):
+    """Of all made-up answers and rows one at which the function raises: any other would mislead."""
+    rows = [dataclasses.replace(BARE, number=n, columns={"note": str(n)}) for n in range(1, 9)]
+    problem = only(problems_of(*rows, REWARDS="my_rewards:third"))
+    assert "ZeroDivisionError" in problem and problem.endswith("answers to 8 rows, such as 'final[0]' to d:3")
+    problem = only(problems_of(*rows, REWARDS="my_rewards:finals"))
+    assert "IndexError" in problem and "final" not in problem.rpartition("such as ")[2]
 
 
 def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch):
