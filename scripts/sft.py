@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from grpo.learn.sft import learn_answers  # Heavy modules are imported after the checks.
     from grpo.model.load import unseen_gpu
 
+    assert resolved.files  # Otherwise there was a problem.
     if problem := unseen_gpu(resolved.machine) or fetch_weights(resolved.settings.MODEL_ID, resolved.files):
         raise InputError(problem)
     s, rows = resolved.settings, sum(map(bool, turns))

@@ -13,6 +13,7 @@ Without a terminal it prints the state once. Exit codes: 0, or 2 where RUN_DIR h
 import argparse
 import contextlib
 import fcntl
+import io
 import math
 import re
 import subprocess
@@ -123,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.run_dir.exists() and not options.run_dir.is_dir():
         raise InputError(f"{options.run_dir} is not a folder. Name a run's OUTPUT_DIR")
-    sys.stdout.reconfigure(errors="replace")  # A character outside the encoding must not end the watching.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # A character outside the encoding must not end the watching.
     is_once = not sys.stdout.isatty()
     try:
         while True:

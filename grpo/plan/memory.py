@@ -13,7 +13,7 @@ from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import adapter_parameters, expert_words, target_matrices
 from grpo.settings.table import Settings
 
-Changes = Mapping[str, str | bool | None]  # New values of some settings, by name.
+Changes = Mapping[str, str | int | None]  # New values of some settings, by name.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_grpo
@@ -53,7 +54,7 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
     command.add_argument("--out", required=True, help="JSON to write")
     about_run = "folder of the traces" if name == "decode" else "OUTPUT_DIR of the runs; deleted first"
     command.add_argument("--run", default=f"runs/bench-{name}", help=f"{about_run} (default %(default)s)")
-    settings = {"type": parse_assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
+    settings: dict[str, Any] = {"type": parse_assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
     command.add_argument("--set", help="a setting of the runs", **settings)
     command.add_argument("--child", help=argparse.SUPPRESS)
     if model:
@@ -66,7 +67,7 @@ def add_engine_options(command: argparse.ArgumentParser, trials: int = 0) -> Non
     """Adds the options of a measurement that starts vLLM without a run: no rows, but any argument of vLLM; with a
     default number of `trials` also theirs."""
     command.add_argument("--model", required=True, help="checkpoint folder")
-    values = {"action": "append", "default": [], "metavar": "NAME=JSON"}
+    values: dict[str, Any] = {"action": "append", "default": [], "metavar": "NAME=JSON"}
     command.add_argument("--engine", help="an argument of vllm.LLM; an object joins the one that is there", **values)
     about_tiles = "a constraint of triton_kernels' tiles for the experts' products, such as num_stages=3"
     command.add_argument("--tiles", help=about_tiles, **values)
@@ -93,7 +94,7 @@ def parse_args() -> argparse.Namespace:
     decode = add_command(commands, "decode", "vLLM's decoding steps, profiled by kind of kernel", False)
     add_engine_options(decode, trials=3)
     about_points = "SEQUENCESxPROMPTxTOKENS[xGROUP], GROUP behind each prompt (default 96x940x512x8 and two of 4)"
-    points = {"nargs": "+", "metavar": "POINT", "default": ["96x940x512x8", "4x940x200", "4x60000x200"]}
+    points: dict[str, Any] = {"nargs": "+", "metavar": "POINT", "default": ["96x940x512x8", "4x940x200", "4x60000x200"]}
     decode.add_argument("--points", help=about_points, **points)
     decode.add_argument("--steps", type=int, default=30, help="steps that are profiled (default %(default)s)")
     tails = add_command(commands, "tails", "rollouts of very different lengths, and of equal ones", False)

@@ -41,7 +41,8 @@ def write_bf16(model_path: str, out: Path) -> None:
     """Writes the checkpoint with its experts in BF16."""
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, Mxfp4Config
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import Mxfp4Config
 
     from grpo.model.write_checkpoint import write_json
 
@@ -101,7 +102,7 @@ def vllm_on_the_cpu() -> Iterator[None]:
         s = resolved.settings
         assert resolved.plan and resolved.longest_prompt
         length = resolved.longest_prompt + s.MAX_COMPLETION_LEN
-        plan = EnginePlan(*[0.0] * 7, max_model_len=length, max_num_seqs=s.completions_per_rollout, capture_sizes=())
+        plan = EnginePlan(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, length, s.completions_per_rollout, ())
         resolved = dataclasses.replace(resolved, plan=dataclasses.replace(resolved.plan, engine=plan))
         with (
             mock.patch.object(engine, "start_engine", start_engine),

@@ -93,8 +93,9 @@ def plan_points(
     where it must be `whole`: otherwise sequences wait their turn, as in a run."""
     plans = []
     for point in points:
-        sizes = {"PROMPTS_PER_STEP": point.sequences // point.group, "NUM_GENERATIONS": point.group}
-        s = replace(settings, STEPS_PER_GENERATION=1, MAX_COMPLETION_LEN=point.tokens, **sizes)
+        prompts, length = point.sequences // point.group, point.tokens
+        s = replace(settings, PROMPTS_PER_STEP=prompts, NUM_GENERATIONS=point.group, MAX_COMPLETION_LEN=length)
+        s = replace(s, STEPS_PER_GENERATION=1)
         plan = plan_engine(s, config, machine, point.prompt, 0.0)
         if whole and plan.cache < plan.cache_wanted:
             raise InputError(f"{point}: its cache takes {plan.cache_wanted:.1f} GiB, {plan.cache:.1f} are left")
@@ -124,7 +125,7 @@ def engine_changes(arguments: Json, tiles: Json) -> Iterator[None]:
     def constrain(patch_kernels: Function) -> None:
         patch_kernels()
         if tiles:
-            flags = importlib.import_module("triton_kernels.matmul_ogs_details.opt_flags")
+            flags: Any = importlib.import_module("triton_kernels.matmul_ogs_details.opt_flags")
             update = flags.update_opt_flags_constraints
             # vLLM sets constraints of its own while it loads weights, split_k=1 on Hopper.
             flags.update_opt_flags_constraints = lambda own: update({**own, **tiles})

@@ -62,7 +62,7 @@ def busy_time(kernels: Iterable[Kernel]) -> float:
     return busy
 
 
-def step_times(kernels: Sequence[Kernel], steps: int) -> dict[str, float]:
+def step_times(kernels: Sequence[Kernel], steps: float) -> dict[str, float]:
     """Milliseconds a step: `span` from the first kernel's start to the last one's end, of it `gaps` without any work,
     and each kind. Kinds and gaps exceed the span where a copy runs beside a kernel."""
     if not kernels:
@@ -75,7 +75,7 @@ def step_times(kernels: Sequence[Kernel], steps: int) -> dict[str, float]:
     return {name: value / 1000 / steps for name, value in times.items()}
 
 
-def longest_kernels(kernels: Iterable[Kernel], steps: int) -> list[tuple[str, float, float]]:
+def longest_kernels(kernels: Iterable[Kernel], steps: float) -> list[tuple[str, float, float]]:
     """(name, milliseconds a step, calls a step) of the LONGEST kernels, the longest first."""
     lengths: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:

@@ -98,7 +98,7 @@ def imitate(options: argparse.Namespace) -> None:
     settings |= {"DATA": str(options.out / "rows/right.jsonl"), "REWARDS": "format", "EVAL_SHARE": "0"}
     settings |= {"PROMPTS_PER_STEP": "128"} | dict(options.set)
     seconds = run([ROOT / "scripts/sft.py", "--out", folder], settings)
-    scores = ["--data", heldout, "--rewards", rewards, "--out", folder / "evaluation.json"]
+    scores: list[str | Path] = ["--data", heldout, "--rewards", rewards, "--out", folder / "evaluation.json"]
     run([ROOT / "scripts/evaluate.py", folder, *scores], {"MAX_COMPLETION_LEN": settings["MAX_COMPLETION_LEN"]})
     write_run(folder, task, seed, settings, seconds)
 
@@ -150,8 +150,8 @@ def task_figures(folder: Path) -> list[Figure]:
         of_rule, words = {"reward_by_prompt": rewards}, "GRPO minus the best rule"
         figures += difference(f"{name}.grpo_over_rule", of_rule, evaluations["grpo"]["after"], words)
     if {"grpo", "sft"} <= evaluations.keys():
-        ends = (evaluations[run]["after"] for run in ("grpo", "sft"))
-        figures += difference(f"{name}.sft_over_grpo", *ends, "SFT on right answers minus GRPO")
+        grpo, sft = (evaluations[run]["after"] for run in ("grpo", "sft"))
+        figures += difference(f"{name}.sft_over_grpo", grpo, sft, "SFT on right answers minus GRPO")
     return figures
 
 

@@ -12,7 +12,7 @@ import argparse
 import bisect
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def settings_tables() -> str:
     return "\n\n".join(f"## {group}\n\n{table(header, rows)}" for group, rows in groups.items())
 
 
-def columns_table(columns: Mapping[str, tuple[str, str]]) -> str:
+def columns_table(columns: Mapping[str, Sequence[str]]) -> str:
     """Every column of a log, from (unit, meaning) by name."""
     return table(["Column", "Unit", "Meaning"], [[f"`{name}`", unit, text] for name, (unit, text) in columns.items()])
 

@@ -129,7 +129,7 @@ def chain_figures(run: Path, heldout: Path) -> record.Json:
     """How often the plans of the base model and of the adapter in `run` are the best action, in one chain for each
     held-out prompt at EVAL_TEMPERATURE, and the expected reward of both models' answers behind both models' chains."""
     options = argparse.Namespace(adapter=run, model=None, serve=False, csv=heldout, system=None)
-    settings, files, rows = prepare(options)
+    settings, files, rows, _ = prepare(options)
     model = start_model(settings, files, run, read_machine(), use_vllm=False)
     prompts = [row.prompt for row in rows]
     rewards = np.array([[float(str(row.columns[f"reward_action_{k}"])) for k in range(ACTIONS)] for row in rows])

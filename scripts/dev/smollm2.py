@@ -64,7 +64,7 @@ def read_source(source: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast
     folder, options = (source.parent, {"gguf_file": source.name}) if source.is_file() else (source, {})
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
     except ImportError as error:
         raise InputError(f"{source}: {error}. Install what reads GGUF: pip install gguf==0.19.0") from None
     except (OSError, ValueError) as error:
@@ -249,5 +249,5 @@ def write_llama(out: Path, source: Path) -> None:
         ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id}
         model.config.update(ends)
         model.generation_config.update(**ends, bos_token_id=fast.bos_token_id)
-        model.to(torch.bfloat16).save_pretrained(directory)
+        model.bfloat16().save_pretrained(directory)
         fast.save_pretrained(directory)

@@ -123,7 +123,7 @@ class KnownModel:
 
 
 def test_chains_are_counted_and_every_answer_is_asked_behind_every_chain(monkeypatch):
-    monkeypatch.setattr(proof, "prepare", lambda options: (None, None, ROWS))
+    monkeypatch.setattr(proof, "prepare", lambda options: (None, None, ROWS, ()))
     monkeypatch.setattr(proof, "start_model", lambda *arguments, **named: KnownModel())
     figures = proof.chain_figures(Path("run"), Path("heldout.csv"))
     assert (figures["plan_best_base"], figures["plan_best_trained"]) == (0, 0.5)
@@ -150,7 +150,7 @@ def test_chains_that_an_interrupt_left_out_are_computed_without_another_run(tmp_
 
 @pytest.mark.slow
 @pytest.mark.numeric
-def test_a_small_proof_from_model_to_figures(tmp_path):
+def test_a_small_proof_from_model_to_figures(tmp_path, monkeypatch):
     """All stages on a CPU. Four steps need not improve anything: the exit code may be 0 or 1, the files must be
     there."""
     out, results = tmp_path / "proof", tmp_path / "proof.json"
@@ -171,3 +171,6 @@ def test_a_small_proof_from_model_to_figures(tmp_path):
     run_python(*words, cwd=tmp_path, code=done.returncode)
     after = [path.stat().st_mtime_ns for path in (out / "model" / "warmup.json", out / "run" / "evaluation.json")]
     assert after == before
+    monkeypatch.chdir(tmp_path)
+    chains = proof.chain_figures(out / "run", out / "data" / "tes_heldout_compact.csv")
+    assert 0 <= chains["plan_best_trained"] <= 1 and 0 < chains["reward_chain_trained_answer_base"] < 1
