@@ -63,7 +63,7 @@ def read_text(path: Path) -> str:
 def check_separator(path: Path, line: str) -> None:
     """Raises UnreadableFile if semicolons or tabs separate the names in the first line, as where Excel is set to
     German, or if this line names the separator, as Excel takes it. Beside semicolons numbers have decimal commas."""
-    fix = "Save it with commas: pandas.read_csv({!r}, sep={!r}{}).to_csv({!r}, index=False)"
+    fix = "Save it with commas, in a file that DATA names: pandas.read_csv({!r}, sep={!r}{}).to_csv({!r}, index=False)"
     if match := EXCELS_LINE.fullmatch(line.strip('"')):
         mark, options = match[1] or ",", ", skiprows=1"
         fault = f"its first line is {line!r}, which only Excel takes, and no header"
@@ -74,7 +74,7 @@ def check_separator(path: Path, line: str) -> None:
         return
     if mark == ";":
         options += ", decimal=','"
-    raise UnreadableFile(path, fault, fix.format(path.name, mark, options, path.name))
+    raise UnreadableFile(path, fault, fix.format(path.name, mark, options, f"commas-{path.name}"))
 
 
 def read_csv_table(path: Path, problems: Problems) -> Table:
