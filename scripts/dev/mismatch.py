@@ -19,6 +19,7 @@ from grpo.model.attention import unwrap_peft
 from grpo.process.ending import RunFailure
 from grpo.rollout import parity, weight_sync
 from grpo.rollout.parity import BASE, FIXED, SAMPLED, ParityError
+from grpo.rollout.sampler import Sampling, VllmSampler
 from scripts.dev import harness
 from scripts.dev.cpu_vllm import vllm_on_the_cpu
 from scripts.dev.harness import intercept
@@ -185,6 +186,9 @@ def judge(check: Callable[[Trainer], None], trainer: Trainer, name: str) -> list
         return lambda *arguments: problems.extend(filter(None, [problem(*arguments)]))
 
     trainer.run.parity.clear()
+    assert trainer.run.engine
+    with VllmSampler(trainer.run.engine, trainer.model).session(Sampling(0, 1.0, 1.0, 1, with_adapter=False)):
+        pass  # What the last fault left in vLLM's weights goes.
     with contextlib.ExitStack() as stack:
         for function in (parity.base_problem, parity.adapter_problem, parity.effect_problem):
             stack.enter_context(mock.patch.object(parity, function.__name__, recorded(function)))
@@ -194,15 +198,16 @@ def judge(check: Callable[[Trainer], None], trainer: Trainer, name: str) -> list
         except ParityError as error:  # the share of a small update
             problems.append(str(error))
     rows = trainer.run.parity
-    figures = [figure(f"{name}_found", float(bool(problems)), "0 or 1", problems[0].split(".")[0] if problems else "")]
+    figures = [figure(f"{name}_found", float(bool(problems)), "0 or 1", problems[0].split(". ")[0] if problems else "")]
     for kind, word in ((FIXED, "fixed"), (SAMPLED, "sampled")):
         means = {row["when"] == BASE: row["mean"] for row in rows if row["kind"] == kind}
         figures.append(figure(f"{name}_base_{word}", means[True], "nats", "mean |difference|, no adapter"))
         worst = max(row["mean"] for row in rows if row["kind"] == kind and row["when"] != BASE)
         figures.append(figure(f"{name}_adapter_{word}", worst, "nats", "with the test adapter, worst of two rounds"))
     kl = max(row["kl"] for row in rows if row["kind"] == SAMPLED and row["when"] == BASE)
-    rounding = max(row["rounding"] for row in rows if "rounding" in row)
-    figures.append(figure(f"{name}_rounding", rounding, "nats", "the trainer from itself with one more rounding"))
+    for end, base in (("rounding", True), ("adapter_rounding", False)):
+        largest = max(row["rounding"] for row in rows if (row["when"] == BASE) == base)
+        figures.append(figure(f"{name}_{end}", largest, "nats", "the trainer from itself with one more rounding"))
     control = min(row["control_mean"] for row in rows if "control_mean" in row)
     shown = max((row for row in rows if "effect_share" in row), key=lambda row: abs(row["effect_share"] - 1))
     note = f"of the test adapter's effect, standard error {shown['effect_error']:.2g}; the worse of two rounds"
