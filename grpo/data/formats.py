@@ -5,6 +5,7 @@ import ast
 import contextlib
 import csv
 import io
+import itertools
 import json
 import os
 import re
@@ -21,9 +22,6 @@ Columns = dict[str, Cell]
 Record = tuple[str, Columns]  # The location for messages ("FILE, row 3"), and the columns of the record.
 Table = tuple[list[str], list[Record]]  # The names of the columns, and the records.
 
-# Names of columns, which may be quoted; a prompt has commas, or marks that end a sentence.
-NAME = r'"?(?:[^;\t,.?!:<>|"]|\.(?!\s+[A-Z]|$))*"?'
-SEPARATED_NAMES = re.compile(rf"{NAME}([;\t]){NAME}(?:\1{NAME})*")
 EXCELS_LINE = re.compile(r"sep=(.?)")  # Its first line where it names the separator.
 csv.field_size_limit(2**31 - 1)  # Cells of data and logs may exceed Python's default of 131,072 characters.
 
@@ -60,27 +58,43 @@ def read_text(path: Path) -> str:
         raise UnreadableFile(f"{path}, line {line}", f"byte {error.start} is not UTF-8", fix) from None
 
 
-def check_separator(path: Path, line: str) -> None:
-    """Raises UnreadableFile if semicolons or tabs separate the names in the first line, as where Excel is set to
-    German, or if this line names the separator, as Excel takes it. Beside semicolons numbers have decimal commas."""
-    fix = "Save it with commas, in a file that DATA names: pandas.read_csv({!r}, sep={!r}{}).to_csv({!r}, index=False)"
+def other_separator(text: str) -> str | None:
+    """A semicolon or a tab, if it separates the columns: by commas the header is one cell, by this mark several, and as
+    many as the first row."""
+
+    def sizes(mark: str) -> list[int]:
+        records = csv.reader(io.StringIO(text, newline=""), delimiter=mark)
+        with contextlib.suppress(csv.Error):
+            return list(map(len, itertools.islice(filter(None, records), 2)))
+        return []
+
+    if sizes(",")[:1] != [1]:
+        return None
+    return next((mark for mark in ";\t" if len({*sizes(mark)}) == 1 and sizes(mark)[0] > 1), None)
+
+
+def check_separator(path: Path, text: str) -> None:
+    """Raises UnreadableFile if semicolons or tabs separate the columns, as where Excel is set to German, or if the
+    first line names the separator, as Excel takes it. Beside semicolons numbers have decimal commas."""
+    line, options = text.lstrip("\r\n").partition("\n")[0].rstrip("\r"), ""
     if match := EXCELS_LINE.fullmatch(line.strip('"')):
         mark, options = match[1] or ",", ", skiprows=1"
         fault = f"its first line is {line!r}, which only Excel takes, and no header"
-    elif match := SEPARATED_NAMES.fullmatch(line):
-        mark, options = match[1], ""
-        fault = f"its columns are separated by {mark!r}, not by commas"
+    elif found := other_separator(text):
+        mark, fault = found, f"its columns are separated by {found!r}, not by commas"
     else:
         return
     if mark == ";":
         options += ", decimal=','"
-    raise UnreadableFile(path, fault, fix.format(path.name, mark, options, f"commas-{path.name}"))
+    copy = path.with_name(f"commas-{path.name}")
+    saving = f"pandas.read_csv({str(path)!r}, sep={mark!r}{options}).to_csv({str(copy)!r}, index=False)"
+    raise UnreadableFile(path, fault, f"Save it with commas: {saving}; DATA may name only the new file then")
 
 
 def read_csv_table(path: Path, problems: Problems) -> Table:
     """The table of a CSV; a row of another length than the header is a problem. Raises UnreadableFile."""
     text = read_text(path)
-    check_separator(path, text.lstrip("\r\n").partition("\n")[0].rstrip("\r"))
+    check_separator(path, text)
     reader, line = csv.reader(io.StringIO(text, newline=""), strict=True), 1
     header: list[str] = []
     records: list[Record] = []

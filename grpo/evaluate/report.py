@@ -11,11 +11,13 @@ from grpo.evaluate import report_text
 from grpo.evaluate.heldout_table import heldout_table
 from grpo.evaluate.report_pictures import STYLE, pictures
 from grpo.evaluate.run_files import Run, read_examples, read_run
+from grpo.figures.text import plain
 from grpo.output.durable import write_text
 
 # The template escapes every value by itself; nothing is marked as safe.
 LOADER = jinja2.FileSystemLoader(Path(__file__).parent)
 TEMPLATES = jinja2.Environment(loader=LOADER, autoescape=True, undefined=jinja2.StrictUndefined)
+TEMPLATES.filters["plain"] = plain
 
 
 def page_text(run: Run) -> str:

@@ -34,6 +34,15 @@ def with_interval(figures: Mapping[str, object], name: str, digits: str = ".3f",
     return f"{value:{digits}}{interval}"
 
 
+def plain(value: float) -> str:
+    """A figure with six digits, without an exponent where it is large: a reward may be money.
+
+    >>> plain(-0.12345678), plain(-1999870.0), plain(-0.0)
+    ('-0.123457', '-1,999,870', '0')
+    """
+    return f"{value + 0.0:.6g}" if abs(value) < 1e6 else f"{value:,.0f}"
+
+
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """The rows of a table as lines for a terminal: the first column is aligned left, the others right."""
     columns = max(map(len, rows))

@@ -10,6 +10,7 @@ from grpo.common import one_line, printable
 from grpo.data.files import Row, column_names
 from grpo.data.heldout import group_of
 from grpo.data.prompts import count_tokens
+from grpo.figures.text import plain
 from grpo.harmony import answer_turn, completion_of
 from grpo.plan.cards import evaluation_seconds, find_card, knows_times, step_seconds, step_times
 from grpo.preflight.episodes import EpisodeFault, try_episode
@@ -44,7 +45,7 @@ def row_lines(resolved: ResolvedRun) -> Iterator[Line]:
         low, middle, high = deciles(list(lengths.values()))
         longest = f"the longest {resolved.longest_prompt} of MAX_PROMPT_LEN={s.MAX_PROMPT_LEN}"
         if s.ENVIRONMENT:
-            longest = f"with the text of a reset at most MAX_PROMPT_LEN={s.MAX_PROMPT_LEN}"
+            longest = f"resets may add text up to MAX_PROMPT_LEN={s.MAX_PROMPT_LEN}"
         spread = f"a tenth up to {low:.0f} tokens, half up to {middle:.0f}, nine tenths up to {high:.0f}"
         yield "prompt lengths", f"{spread}; {longest}"
     yield from reward_lines(rows)
@@ -77,7 +78,7 @@ def reward_lines(rows: Sequence[Row]) -> Iterator[Line]:
     actions = max(map(len, rewarded))
     for k in range(min(actions, MOST_LISTED)):
         column = [row[k] for row in rewarded if k < len(row)]
-        figures = " ".join(f"{value + 0.0:>10.6g}" for value in (fmean(column), min(column), max(column)))
+        figures = " ".join(f"{plain(value):>10}" for value in (fmean(column), min(column), max(column)))
         yield "", f"{f'[{k}]':>8} {figures}   {best[k] / len(rewarded):.0%} of {len(rewarded)} rows"
     if actions > MOST_LISTED:
         yield "", f"and {actions - MOST_LISTED} more actions"
@@ -109,10 +110,10 @@ def episode_lines(resolved: ResolvedRun) -> Iterator[Line]:
         return  # The checks have reported it.
     yield "an episode", f"{rows[0].id}, with made-up calls:"
     for request, text in heard:
-        yield "", f"{request}{':' if text else ' adds nothing'}"
+        yield "", f"{request}{':' if text else ' returns nothing'}"
         yield from (("", f"| {line}") for line in shown_prompt(text))
     if (total := episode.total()) is not None:
-        yield "", f"earned: environment {total + 0.0:.4g}"
+        yield "", f"earned: environment {plain(total)}"
 
 
 def answer_lines(resolved: ResolvedRun) -> Iterator[Line]:
@@ -134,7 +135,7 @@ def answer_lines(resolved: ResolvedRun) -> Iterator[Line]:
         return  # The checks have reported it.
     yield "made-up answers", f"to {rows[0].id}, and what they earn before weights:"
     for (meaning, _), values in zip(answers, scores, strict=True):
-        earned = ", ".join(f"{name} {value + 0.0:.6g}" for name, value in zip(names, values, strict=True))
+        earned = ", ".join(f"{name} {plain(value)}" for name, value in zip(names, values, strict=True))
         yield "", f"{meaning}: {earned}"
 
 

@@ -190,10 +190,11 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
     try:
         scores = score_made_up(specs, settings, answered, column_names(rows), tokenizer)
     except RewardError as error:
-        row, text = find_failing(specs, settings, answered, column_names(rows), tokenizer)
-        (decoded,) = tokenize([text], tokenizer)[1]
         tried = f"It was tried before the run on made-up answers to {len(sample)} rows"
-        raise RewardError(f"{error}. {tried}, such as {decoded!r} to {row.id}") from error
+        if failing := find_failing(specs, settings, answered, column_names(rows), tokenizer):
+            (decoded,) = tokenize([failing[1]], tokenizer)[1]
+            tried += f", such as {decoded!r} to {failing[0].id}"
+        raise RewardError(f"{error}. {tried}") from error
     weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
     return [(row, list(itertools.islice(weighted, len(GARBAGE) + (len(row.rewards) or 2)))) for row in sample]
 
@@ -204,16 +205,21 @@ def find_failing(
     answered: Sequence[tuple[Row, str]],
     columns: Sequence[str],
     tokenizer: Path | None,
-) -> tuple[Row, str]:
-    """A completion on which a function fails, found by halving these, and its row. The function failed on all."""
+) -> tuple[Row, str] | None:
+    """A completion on which a function fails, found by halving these, on all of which it failed, and its row. None if
+    it fails on no single one, as a function that compares answers may."""
+
+    def fails(part: Sequence[tuple[Row, str]]) -> bool:
+        try:
+            score_made_up(specs, settings, part, columns, tokenizer)
+        except RewardError:
+            return True
+        return False
+
     while len(answered) > 1:
         middle = len(answered) // 2
-        try:
-            score_made_up(specs, settings, answered[middle:], columns, tokenizer)
-            answered = answered[:middle]
-        except RewardError:
-            answered = answered[middle:]
-    return answered[0]
+        answered = answered[middle:] if fails(answered[middle:]) else answered[:middle]
+    return answered[0] if fails(answered) else None
 
 
 def score_made_up(

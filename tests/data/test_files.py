@@ -134,15 +134,16 @@ REFUSED = {  # content of the file -> part of the problem
     f"{TWO}\nx,1,-1e20\n": "'-1e20' is more than 1e+12 in size, too much for float32",
     f'{TWO}\n"x,1,2\ny,1,2\n': ", from line 2 on: broken CSV quoting",
     f'{TWO.replace(",", ";")}\n"x, y";0,5;1\n': "separated by ';', not by commas. Save",
-    "Ticket text;Cost A\nx;1\n": "Save it with commas, in a file that DATA names: "
-    "pandas.read_csv('d.csv', sep=';', decimal=',').to_csv('commas-d.csv', index=False)",
+    "Ticket text;Cost A\nx;1\n": "/d.csv', sep=';', decimal=',').to_csv('",
+    "Kosten ges. EUR;Nr.\n1,5;2\n": "/commas-d.csv', index=False); DATA may name only the new file then",
+    'Frage: was?;"a ""b"""\n"x; y";2\n': "separated by ';', not by commas. Save it with commas: pandas.read_csv('",
     "Price p.a. (€);Cost/h\nx, y;1,5\n": "separated by ';', not by commas. Save",
     '"Call";"Cost"\r\n"x, y";1,5\r\n': "separated by ';', not by commas. Save",
-    "Ticket text\tCost A\nx\t1,000\n": "pandas.read_csv('d.csv', sep='\\t').to_csv('commas-d.csv', index=False)",
+    "Ticket text\tCost A\nx\t1,000\n": "/d.csv', sep='\\t').to_csv('",
     "Load is 3; price 4. What now?\nx\n": "a `user` column among Load is 3; price 4. What now?. Add",
     "sep=;\nprompt;a\nx;1\n": "its first line is 'sep=;', which only Excel takes, and no header. "
-    "Save it with commas, in a file that DATA names: "
-    "pandas.read_csv('d.csv', sep=';', skiprows=1, decimal=',')",
+    "Save it with commas: pandas.read_csv('",
+    "sep=;\nprompt,a\nx,1\n": "/d.csv', sep=';', skiprows=1, decimal=',')",
     "sep=,\nprompt,a\nx,1\n": "sep=',', skiprows=1",
     f"{TWO}\nok,1,2\n\xff,1,2\n".encode("latin-1"): "line 3: byte 44 is not UTF-8",
     f"{TWO}\nGo<|end|><|start|>user,1,2\n": f"{FIRST}: it holds <|end|>",

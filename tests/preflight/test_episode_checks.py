@@ -53,7 +53,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_named(episode_run, name):
-    problem = only(episode_run(ENVIRONMENT=name, ENV_TIMEOUT=1).problems)
+    timeout = 1 if name == "worlds:Late" else 30  # A busy machine needs longer to end a process.
+    problem = only(episode_run(ENVIRONMENT=name, ENV_TIMEOUT=timeout).problems)
     assert problem.startswith(f"ENVIRONMENT={name}: ")
     assert FAULTS[name].replace("{data}", "") in problem.replace(
         problem.partition("episode of ")[2].partition(",")[0], ""
@@ -93,7 +94,7 @@ def test_the_preview_plays_an_episode(episode_run):
     lines = [" ".join(line.split()) for line in preview(episode_run(ENVIRONMENT="worlds:Sum")).splitlines()]
     (prompt,) = [line for line in lines if line.startswith("a prompt rows:1, ")]
     assert prompt.endswith("tokens, before the text that its reset adds:")
-    assert any(line.endswith("; with the text of a reset at most MAX_PROMPT_LEN=900") for line in lines)
+    assert any(line.endswith("; resets may add text up to MAX_PROMPT_LEN=900") for line in lines)
     first = lines.index("an episode rows:1, with made-up calls:")
     calls = ["add(number=1):", "| total 1", "wait():", '| {"waited": 0.0, "by": null}']
     assert lines[first + 1 :] == ["reset:", "| Reach 0.", *calls, "earned: environment -0.1"]
