@@ -140,8 +140,8 @@ class Session:
 class EngineSession(Session):
     """vLLM's own loop: each `advance` is a step of the engine, which prompts that wait may join.
 
-    A step that reads prompts cannot replay the CUDA graph of decoding, and takes several times as long. Turns end at
-    any step; so that not every step becomes such a one, prompts join together, every JOIN_STEPS steps."""
+    A step that reads prompts cannot replay the CUDA graph of decoding. Turns end at any step; so that not every step
+    becomes such a one, prompts join together, every JOIN_STEPS steps. What that brings on a GPU was not measured."""
 
     def __init__(self, engine: Engine, sampling: Sampling):
         super().__init__(lambda prompts, limits: ())

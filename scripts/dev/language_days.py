@@ -17,7 +17,7 @@ from grpo.tasks.tes_day.environment import TRAIN_START, Day, day_rows
 
 Row = dict[str, Any]
 STREAMS = {"train": 11, "heldout": 12, "warmup": 13}
-WEEKS = 100  # in which a part's days lie: held-out days differ, as intervals are over days
+WEEKS = 100  # in which a part's days lie: intervals are over days, and need many
 
 
 def draw_day(rng: random.Random, part: str) -> tuple[Row, list[Row], list[Row]]:

@@ -19,6 +19,7 @@ import argparse
 import json
 import random
 import re
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
@@ -121,6 +122,8 @@ def run_stage(stage: str, options: argparse.Namespace) -> None:
     """Runs a stage, merges the model of SFT, and notes the seconds of both in OUT/stages.json."""
     out = options.out.absolute()
     (out / "metrics").mkdir(parents=True, exist_ok=True)
+    (out / "metrics" / f"{stage}.jsonl").unlink(missing_ok=True)  # They would be an earlier run's.
+    shutil.rmtree(out / "heldout" / stage, ignore_errors=True)
     seconds = run(*stage_command(stage, out, options.steps, [] if stage == "sft" else options.set))
     if stage == "sft":
         seconds += run(merge_command(out), {})
