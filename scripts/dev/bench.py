@@ -52,8 +52,9 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
     """Adds a command with the options that commands share; with `model` also those of a checkpoint on a GPU."""
     command = commands.add_parser(name, help=text)
     command.add_argument("--out", required=True, help="JSON to write")
-    about_run = "folder of the traces" if name == "decode" else "OUTPUT_DIR of the runs; deleted first"
-    command.add_argument("--run", default=f"runs/bench-{name}", help=f"{about_run} (default %(default)s)")
+    if name not in ("turns", "tails"):
+        about_run = "folder of the traces" if name == "decode" else "OUTPUT_DIR of the runs; deleted first"
+        command.add_argument("--run", default=f"runs/bench-{name}", help=f"{about_run} (default %(default)s)")
     settings: dict[str, Any] = {"type": parse_assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
     command.add_argument("--set", help="a setting of the runs", **settings)
     command.add_argument("--child", help=argparse.SUPPRESS)

@@ -32,7 +32,7 @@ WAYS = {
 }
 TABLE = """
 turns_s | s | {episodes} episodes of {turns} turns of {tokens} tokens, results of {result} tokens between them
-uneven_s | s | the same with turns of {least} to {most} tokens, so that each ends at another step
+uneven_s | s | for as many tokens, with turns of {least} to {most} tokens, so that each ends at another step
 every_step_s | s | as uneven_s, but a turn joins the engine's next step, not one of {join}
 lockstep_s | s | as uneven_s, but all wait for the longest turn, as in TRL's loop, which also sends weights each time
 answer_s | s | answers of as many tokens as the first episodes, from the same prompts

@@ -308,8 +308,8 @@ def test_commands_write_their_figures(command, clock, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "start_alone", lambda options, points, whole=True: (engine, REAL_CONFIG))
     monkeypatch.setattr(decode, "measure_bandwidth", lambda: 4e12)
     monkeypatch.setattr(decode, "profile_point", lambda *words: words[-1].write_text(json.dumps(TRACE)) and 2.0)
-    words = ["bench.py", command, "--model", "M", "--run", str(tmp_path), "--out", f"{tmp_path}/out.json"]
-    more = ["--points", "4x10x20"] if command == "decode" else ["--limit", "60"]
+    words = ["bench.py", command, "--model", "M", "--out", f"{tmp_path}/out.json"]
+    more = ["--points", "4x10x20", "--run", str(tmp_path)] if command == "decode" else ["--limit", "60"]
     monkeypatch.setattr(sys, "argv", [*words, *more])
     options: argparse.Namespace = bench.parse_args()
     assert getattr(module, f"bench_{command}")(options) == 0

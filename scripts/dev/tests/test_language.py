@@ -11,7 +11,7 @@ import pytest
 from grpo.common import InputError
 from rewards import gsm8k
 from scripts.dev import language_tables, record
-from scripts.dev.language_days import decide, rule_rewards
+from scripts.dev.language_days import decide, rule_rewards, thermostat
 from scripts.dev.language_reward import obeys
 from scripts.dev.language_rows import TASKS, TEXTS, half, write_rows
 
@@ -50,7 +50,7 @@ def test_the_warm_up_does_not_tell_which_answer_is_right():
     assert 0.26 < mean([right == warmup for right, warmup in signs]) < 0.4
 
 
-def test_best_days_cost_nothing_and_random_ones_much_more_than_the_best_rule():
+def test_best_days_cost_nothing_and_those_of_the_warm_up_much_more_than_the_best_rule():
     drawn = [TASKS["days"].draw(random.Random(n), "heldout") for n in range(20)]
 
     def earned(row, calls):
@@ -58,11 +58,13 @@ def test_best_days_cost_nothing_and_random_ones_much_more_than_the_best_rule():
         return sum(decide(row, lambda day: next(levels)).step_rewards)
 
     rows = [row for row, _, _ in drawn]
-    best, by_chance = ([earned(row, calls) for row, *shown in drawn for calls in [shown[n]]] for n in (0, 1))
+    best, warmup = ([earned(row, calls) for row, *shown in drawn for calls in [shown[n]]] for n in (0, 1))
     name, by_rule = rule_rewards(rows)
     assert max(map(abs, best)) < 1e-6 and name == "charge_when_clean"
-    assert mean(by_chance) < 3 * mean(by_rule) < 0
-    assert len({row["date"] for row in rows}) > 1 and rows[0] == TASKS["days"].draw(random.Random(0), "heldout")[0]
+    assert mean(warmup) < 3 * mean(by_rule) < 0
+    assert len({row["date"] for row in rows}) > 0.8 * len(rows), "intervals are over days"
+    assert [thermostat(stored) for stored in (0, 89, 91, 149, 151, 239, 241, 300)] == [3, 3, 2, 2, 1, 1, 0, 0]
+    assert rows[0] == TASKS["days"].draw(random.Random(0), "heldout")[0]
 
 
 def test_held_out_rows_have_words_and_numbers_of_their_own():
