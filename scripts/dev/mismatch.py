@@ -209,9 +209,10 @@ def judge(check: Callable[[Trainer], None], trainer: Trainer, name: str) -> list
         largest = max(row["rounding"] for row in rows if (row["when"] == BASE) == base)
         figures.append(figure(f"{name}_{end}", largest, "nats", "the trainer from itself with one more rounding"))
     control = min(row["control_mean"] for row in rows if "control_mean" in row)
-    shown = max((row for row in rows if "effect_share" in row), key=lambda row: abs(row["effect_share"] - 1))
-    note = f"of the test adapter's effect, standard error {shown['effect_error']:.2g}; the worse of two rounds"
-    figures.append(figure(f"{name}_share", shown["effect_share"], "share", note))
+    share, deviation = parity.mean_effect_share(rows)
+    figures.append(
+        figure(f"{name}_share", share, "share", f"of both test adapters' effect, standard error {deviation:.2g}")
+    )
     figures.append(figure(f"{name}_base_kl", kl, "nats", "KL(vLLM || trainer) of the sampled tokens, no adapter"))
     return [*figures, figure(f"{name}_control", control, "nats", "with the trainer's adapter off")]
 
