@@ -80,8 +80,8 @@ def check_separator(path: Path, text: str) -> None:
     if match := EXCELS_LINE.fullmatch(line.strip('"')):
         mark, options = match[1] or ",", ", skiprows=1"
         fault = f"its first line is {line!r}, which only Excel takes, and no header"
-    elif found := other_separator(text):
-        mark, fault = found, f"its columns are separated by {found!r}, not by commas"
+    elif separator := other_separator(text):
+        mark, fault = separator, f"its columns are separated by {separator!r}, not by commas"
     else:
         return
     if mark == ";":
