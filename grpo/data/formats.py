@@ -70,7 +70,11 @@ def other_separator(text: str) -> str | None:
 
     if sizes(",")[:1] != [1]:
         return None
-    return next((mark for mark in ";\t" if len({*sizes(mark)}) == 1 and sizes(mark)[0] > 1), None)
+    for mark in ";\t":
+        header, *rows = sizes(mark) or [0]
+        if header > 1 and rows in ([], [header]):
+            return mark
+    return None
 
 
 def check_separator(path: Path, text: str) -> None:

@@ -59,12 +59,14 @@ def try_episode(
 
     with contextlib.closing(pool):
         environment, started = pool.take(), time.monotonic()
-        heard = [("reset", ask(environment, "reset", row.reset_arguments).text)]
+        transcript = [("reset", ask(environment, "reset", row.reset_arguments).text)]
         rewards, errors = [], 0
         for tool in description.tools[: settings.MAX_TURNS]:
             name, arguments = tool["function"]["name"], made_up_arguments(tool)
             reply = ask(environment, "call", name, arguments)
-            heard.append((f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})", reply.text))
+            transcript.append(
+                (f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})", reply.text)
+            )
             rewards.append(reply.reward)
             errors += reply.is_error
             if reply.done:
@@ -83,7 +85,7 @@ def try_episode(
         tool_s=time.monotonic() - started,
         copy=base64.b64encode(last.copy).decode(),
     )
-    return episode, heard
+    return episode, transcript
 
 
 def check_environment(

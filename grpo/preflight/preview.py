@@ -105,11 +105,11 @@ def episode_lines(resolved: ResolvedRun) -> Iterator[Line]:
     if resolved.environment is None or not rows:
         return
     try:
-        episode, heard = try_episode(s, resolved.environment, rows[0], wants_copy=False)
+        episode, transcript = try_episode(s, resolved.environment, rows[0], wants_copy=False)
     except EpisodeFault:
         return  # The checks have reported it.
     yield "an episode", f"{rows[0].id}, with made-up calls:"
-    for request, text in heard:
+    for request, text in transcript:
         yield "", f"{request}{':' if text else ' returns nothing'}"
         yield from (("", f"| {line}") for line in shown_prompt(text))
     if (total := episode.total()) is not None:

@@ -182,8 +182,8 @@ def collect(options: argparse.Namespace) -> None:
     more: Json = {"machine": record.machine_words(read_json(runs[0] / "settings.json")["machine"])}
     more |= {"versions": read_json(runs[0] / "versions.json")}
     record.write(options.results, [row for folder in tasks for row in task_figures(folder)], more=more)
-    lines = [json.dumps(row) + "\n" for run in first_seeds(runs) for row in examples(run)]
-    options.results.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
+    kept = [row for run in first_seeds(runs) for row in examples(run)]
+    record.write_lines(options.results.with_suffix(".jsonl"), kept)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,6 @@ of the plant, whose hours are calls of a tool.
 Each has rows to train on, held-out rows whose sentences and numbers or words differ, rows for the warm-up, whose
 answers have the right form and a random content, and the training rows with a right answer, for comparison with SFT."""
 
-import json
 import random
 import tomllib
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 from grpo.harmony import answer_turn
 from scripts.dev.language_days import draw_day
-from scripts.dev.record import split_settings
+from scripts.dev.record import split_settings, write_lines
 
 Row = dict[str, Any]
 Shown = str | list[Row]  # a completion, or the calls of an episode
@@ -149,8 +148,7 @@ def write_rows(task: Task, folder: Path, seed: int) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        write_lines(folder / f"{name}.jsonl", rows)
 
 
 def with_answer(row: Row, shown: Shown) -> Row:

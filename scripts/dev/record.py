@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -124,6 +124,11 @@ def write(path: Path, figures: Sequence[Figure], command: str | None = None, mor
 def read_lines(path: Path) -> list[Json]:
     """The objects of a .jsonl file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(path: Path, rows: Iterable[Json]) -> None:
+    """Writes objects as a .jsonl file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def recorded_values(name: str) -> dict[str, float]:

@@ -91,8 +91,8 @@ def write_rows(folder: Path, seed: int) -> None:
         while len(rows) < size:
             row, right, warmup = TASKS["stories"].draw(rng, part)
             rows[row["question"]] = plain(str(warmup if part == "warmup" else right))
-        lines = [json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in rows.items()]
-        (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
+        lines = ({"question": question, "answer": answer} for question, answer in rows.items())
+        record.write_lines(folder / f"{part}.jsonl", lines)
 
 
 def stage_command(stage: str, out: Path, steps: int, options: Sequence[str]) -> tuple[list[str | Path], dict[str, str]]:
@@ -204,8 +204,7 @@ def examples(out: Path) -> list[Json]:
 def write_results(out: Path, results: Path) -> None:
     """Writes the figures, and beside them the answers."""
     record.write(results, figures_of(out), more={"versions": record.package_versions(PACKAGES)})
-    lines = [json.dumps(row) + "\n" for row in examples(out)]
-    results.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
+    record.write_lines(results.with_suffix(".jsonl"), examples(out))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
