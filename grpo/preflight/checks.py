@@ -309,8 +309,8 @@ def check_rollouts(resolved: ResolvedRun, problems: Problems) -> str | None:
     check_top_p(asked, use_vllm, problems)
     tokenizer = resolved.files.tokenizer if resolved.files and resolved.longest_prompt else None
     if asked.ENVIRONMENT:
-        check_environment(asked, resolved.environment, resolved.reward_specs, resolved.rows, problems)
-        check_reward_names(resolved.choices["REWARDS"].value, problems)
+        specs = check_reward_names(resolved.choices["REWARDS"].value, problems)
+        check_environment(asked, resolved.environment, specs, resolved.rows, problems)
         return None
     specs, garbage_warning = check_rewards(asked, resolved.choices["REWARDS"].value, resolved.rows, problems, tokenizer)
     if asked.EVAL_DATA is not None:  # Rows held out of DATA have its columns.

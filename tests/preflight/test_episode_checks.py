@@ -65,6 +65,8 @@ REFUSED = [
     ({"DIRECT_ANSWERS": 1}, "DIRECT_ANSWERS: an episode has calls"),
     ({"EXPECTED_REWARD": 1}, "EXPECTED_REWARD: the rewards of calls that were not made are not known"),
     ({"REWARDS": "worlds:fails"}, "REWARDS: worlds:fails raised KeyError"),
+    ({"REWARDS": "worlds:none"}, "REWARDS: 'worlds:none' cannot be loaded"),
+    ({"REWARDS": "environmental"}, "REWARDS: 'environmental' is unknown"),
 ]
 
 
