@@ -27,7 +27,7 @@ from grpo.plan.vllm_model import fixed_faults, vllm_faults
 from grpo.preflight import choices
 from grpo.preflight.adapter import check_start_adapter
 from grpo.preflight.choices import ATTENTION, VLLM_COLDEST, expected_reward_obstacles
-from grpo.preflight.episodes import check_environment
+from grpo.preflight.episodes import Trial, check_environment
 from grpo.preflight.resolve import ResolvedRun, read_facts, resolve
 from grpo.process.ranks import Ranks
 from grpo.reward.loading import is_by_action
@@ -250,7 +250,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     commit, split = ranks.broadcast(recorded_commit(settings)), read_split(settings, problems)
     resolved = resolve(read_facts(settings, sources, split, machine, ranks, problems, commit), problems)
     check_learning(resolved, resolved.recorded, problems)
-    garbage_warning = check_rollouts(resolved, problems)
+    garbage_warning, trial = check_rollouts(resolved, problems)
     _, warnings = unknown_variables(environ)
     warnings += filter(None, [garbage_warning, *answer_warnings(resolved)])
     if resolved.machine.capability >= BLACKWELL:
@@ -260,7 +260,8 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     # vllm-flash-attn3 in place of any other kernel with `flash` in its name.
     if "/" in (name := resolved.attention):
         warnings.append(f"ATTN_IMPL={name}: its gradients may be wrong (attention sinks). Use ATTN_IMPL=torch_flash")
-    return dataclasses.replace(resolved, problems=merge_rank_problems(resolved, problems), warnings=tuple(warnings))
+    merged = merge_rank_problems(resolved, problems)
+    return dataclasses.replace(resolved, problems=merged, warnings=tuple(warnings), trial=trial)
 
 
 def merge_rank_problems(resolved: ResolvedRun, problems: Problems) -> Problems:
@@ -301,8 +302,9 @@ def check_learning(resolved: ResolvedRun, settings: Settings, problems: Problems
             check_disk(settings, resolved.files, resolved.plan.adapter, problems)
 
 
-def check_rollouts(resolved: ResolvedRun, problems: Problems) -> str | None:
-    """Checks rewards, rollouts and evaluations of a run of train_grpo.py. Returns a warning or None."""
+def check_rollouts(resolved: ResolvedRun, problems: Problems) -> tuple[str | None, Trial | None]:
+    """Checks rewards, rollouts and evaluations of a run of train_grpo.py. Returns a warning and the trial episode, each
+    None if there is none."""
     asked, use_vllm = resolved.asked, resolved.use_vllm
     check_engine_kept(resolved, problems)
     check_trackers(asked, problems)
@@ -310,8 +312,7 @@ def check_rollouts(resolved: ResolvedRun, problems: Problems) -> str | None:
     tokenizer = resolved.files.tokenizer if resolved.files and resolved.longest_prompt else None
     if asked.ENVIRONMENT:
         specs = check_reward_names(resolved.choices["REWARDS"].value, problems)
-        check_environment(asked, resolved.environment, specs, resolved.rows, problems)
-        return None
+        return None, check_environment(asked, resolved.environment, specs, resolved.rows, problems)
     specs, garbage_warning = check_rewards(asked, resolved.choices["REWARDS"].value, resolved.rows, problems, tokenizer)
     if asked.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
         columns = column_names(resolved.rows)
@@ -323,7 +324,7 @@ def check_rollouts(resolved: ResolvedRun, problems: Problems) -> str | None:
         fix = "Set EXPECTED_REWARD=auto, or change that"
         problems.add("EXPECTED_REWARD", f"it cannot be used: {expected.reason}", fix)
     check_simulation(resolved, problems)
-    return garbage_warning
+    return garbage_warning, None
 
 
 def check_computed_model(resolved: ResolvedRun, problems: Problems) -> None:

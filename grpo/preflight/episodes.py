@@ -7,6 +7,7 @@ import base64
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from grpo.common import Problems, log
@@ -27,6 +28,14 @@ class EpisodeFault(Exception):
     """An environment fails in the trial; the message says how."""
 
 
+@dataclass(frozen=True)
+class Trial:
+    """The episode that was played, and (request, text that came back) of its reset and its calls."""
+
+    episode: Episode
+    transcript: list[tuple[str, str]]
+
+
 def made_up_arguments(tool: dict[str, Any]) -> dict[str, Any]:
     """An argument of the right type for each that the tool needs."""
     parameters = tool["function"]["parameters"]
@@ -39,11 +48,8 @@ def made_up_arguments(tool: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def try_episode(
-    settings: Settings, description: Description, row: Row, wants_copy: bool
-) -> tuple[Episode, list[tuple[str, str]]]:
-    """An episode of `row` in which each tool is called once; also (request, text that came back) of its reset and its
-    calls. Raises EpisodeFault."""
+def try_episode(settings: Settings, description: Description, row: Row, wants_copy: bool) -> Trial:
+    """Plays an episode of `row` in which each tool is called once. Raises EpisodeFault."""
     pool = EnvironmentPool(settings.ENVIRONMENT, settings.ENV_TIMEOUT)
 
     def ask(environment: Environment, *request: Any) -> Reply:
@@ -85,7 +91,7 @@ def try_episode(
         tool_s=time.monotonic() - started,
         copy=base64.b64encode(last.copy).decode(),
     )
-    return episode, transcript
+    return Trial(episode, transcript)
 
 
 def check_environment(
@@ -94,29 +100,34 @@ def check_environment(
     specs: Sequence[tuple[str, float]],
     rows: Sequence[Row],
     problems: Problems,
-) -> None:
-    """Checks settings that ENVIRONMENT excludes, plays an episode, and calls the reward functions `specs` with it."""
+) -> Trial | None:
+    """Checks settings that ENVIRONMENT excludes, plays an episode, and calls the reward functions `specs` with it.
+    Returns the trial for the preview; None if no episode could be played to its end."""
     where = f"ENVIRONMENT={settings.ENVIRONMENT}"
     if settings.DIRECT_ANSWERS:
         problems.add("DIRECT_ANSWERS", "an episode has calls, and no single token is its answer", "Set it to 0")
     if settings.EXPECTED_REWARD:
         problems.add("EXPECTED_REWARD", "the rewards of calls that were not made are not known", "Set it to auto")
-    if description is None or not rows or not specs:
-        return  # This has a message of its own.
+    if description is None or not rows:
+        return None  # This has a message of its own.
     try:
-        episode, _ = try_episode(settings, description, rows[0], reads_environments(specs))
+        trial = try_episode(settings, description, rows[0], reads_environments(specs))
     except EpisodeFault as error:
         fault = f"in an episode of {rows[0].file}, row {rows[0].number}, with made-up calls, {error}"
         problems.add(where, fault, "Correct it, or raise ENV_TIMEOUT if it only takes longer")
-        return
+        return None
+    episode = trial.episode
+    log.debug("tried %s: %d calls, %d errors", settings.ENVIRONMENT, episode.calls, episode.errors)
+    if not specs:
+        return trial  # Faults of REWARDS have messages of their own.
     if episode.total() is None and any(name == "environment" for name, weight in specs if weight):
         fault = "no reward arrives: it has neither `get_reward`, which returns a number, nor `step_rewards`"
         problems.add(where, fault, "Add one of them, or let REWARDS name functions and `environment=0`")
-        return
+        return trial
     completion = Completion(rows[0], answer_turn("Done."), None, 1, False, "Done.", episode)
     try:
         state = initial_trainer_state(settings.TOTAL_STEPS)
         score(load_rewards(specs, settings), [completion], [[0]], column_names(rows), state)
     except RewardError as error:
         problems.add(where, f"{error}, in an episode with made-up calls", "Correct the function")
-    log.debug("tried %s: %d calls, %d errors", settings.ENVIRONMENT, episode.calls, episode.errors)
+    return trial

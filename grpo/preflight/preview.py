@@ -13,7 +13,6 @@ from grpo.data.prompts import count_tokens
 from grpo.figures.text import plain
 from grpo.harmony import answer_turn, completion_of
 from grpo.plan.cards import evaluation_seconds, find_card, knows_times, step_seconds, step_times
-from grpo.preflight.episodes import EpisodeFault, try_episode
 from grpo.preflight.resolve import ResolvedRun
 from grpo.reward.calling import RewardError
 from grpo.reward.reward_checks import GARBAGE, answer_lengths, correct_completion, score_made_up
@@ -100,19 +99,15 @@ def group_lines(rows: Sequence[Row], eval_rows: Sequence[Row], episodes: bool) -
 
 
 def episode_lines(resolved: ResolvedRun) -> Iterator[Line]:
-    """An episode of the first row with made-up calls: what its reset adds to the prompt, what calls return and earn."""
-    rows, s = resolved.rows, resolved.settings
-    if resolved.environment is None or not rows:
+    """The episode that the checks have played with made-up calls: what its reset adds to the prompt, what calls return
+    and earn."""
+    if resolved.trial is None:
         return
-    try:
-        episode, transcript = try_episode(s, resolved.environment, rows[0], wants_copy=False)
-    except EpisodeFault:
-        return  # The checks have reported it.
-    yield "an episode", f"{rows[0].id}, with made-up calls:"
-    for request, text in transcript:
+    yield "an episode", f"{resolved.rows[0].id}, with made-up calls:"
+    for request, text in resolved.trial.transcript:
         yield "", f"{request}{':' if text else ' returns nothing'}"
         yield from (("", f"| {line}") for line in shown_prompt(text))
-    if (total := episode.total()) is not None:
+    if (total := resolved.trial.episode.total()) is not None:
         yield "", f"earned: environment {plain(total)}"
 
 

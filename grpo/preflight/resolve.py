@@ -23,6 +23,7 @@ from grpo.plan.memory import Plan, PlanInputs, plan_memory
 from grpo.preflight import choices
 from grpo.preflight.adapter import StartAdapter, read_start_adapter
 from grpo.preflight.choices import Choice
+from grpo.preflight.episodes import Trial
 from grpo.process.ranks import Ranks
 from grpo.reward.loading import is_by_action, reward_specs
 from grpo.settings.table import FIELDS, Settings
@@ -134,6 +135,7 @@ class ResolvedRun(Facts):
     closed_loop: SimulationPlan = dataclasses.field(default_factory=SimulationPlan)
     problems: Problems = dataclasses.field(default_factory=Problems)
     warnings: tuple[str, ...] = ()
+    trial: Trial | None = None  # The episode that the checks have played with ENVIRONMENT.
 
     @property
     def recorded(self) -> Settings:

@@ -5,6 +5,7 @@ import functools
 import json
 
 import pytest
+from helpers import ROOT, run_script
 from machines import CPU, only, resolved_run
 
 from grpo.preflight.episodes import made_up_arguments
@@ -91,7 +92,7 @@ def test_made_up_arguments_have_their_types():
     assert made_up_arguments(tool) == {"a": 1, "b": "x", "d": "text"}
 
 
-def test_the_preview_plays_an_episode(episode_run):
+def test_the_preview_shows_an_episode(episode_run):
     """The row's prompt alone is not what the model gets: a reset adds to it."""
     lines = [" ".join(line.split()) for line in preview(episode_run(ENVIRONMENT="worlds:Sum")).splitlines()]
     (prompt,) = [line for line in lines if line.startswith("a prompt rows:1, ")]
@@ -102,3 +103,14 @@ def test_the_preview_plays_an_episode(episode_run):
     assert lines[first + 1 :] == ["reset:", "| Reach 0.", *calls, "earned: environment -0.1"]
     for name in ("worlds:NoReset", "worlds:IntReset"):
         assert "with made-up calls:" not in preview(episode_run(ENVIRONMENT=name)), "the checks name the fault"
+    assert "Reach 0." in preview(episode_run(ENVIRONMENT="worlds:Sum", REWARDS="worlds:none")), "another fault"
+
+
+def test_a_check_shows_the_episode_that_it_has_checked(tmp_path):
+    """An environment may be slow, and a second episode may go otherwise than the first."""
+    data, count = tmp_path / "rows.jsonl", tmp_path / "count"
+    data.write_text(json.dumps({"prompt": "Add.", "target": 1, "count": str(count)}) + "\n")
+    settings = {"MODEL_ID": "tiny", "MAX_PROMPT_LEN": 900, "MAX_COMPLETION_LEN": 300, "EVAL_SAMPLES": 0}
+    settings |= {"ENVIRONMENT": "worlds:Counted", "DATA": data, "OUTPUT_DIR": tmp_path / "run"}
+    done = run_script("--check", **settings, PYTHONPATH=ROOT / "tests")
+    assert "Episode 1." in done.stdout and count.read_text() == "x"
