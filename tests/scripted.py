@@ -6,7 +6,7 @@ import contextlib
 from grpo.harmony import ASSISTANT
 from grpo.model.load import load_tokenizer
 from grpo.plan.hub import TINY_PATH
-from grpo.rollout.sampler import Sample, Sampler, Session
+from grpo.rollout.sampler import BatchSession, Sample, Sampler
 
 TOKENIZER = load_tokenizer(str(TINY_PATH))
 STOPS = [TOKENIZER.get_vocab()[f"<|{name}|>"] for name in ("return", "call", "endoftext")]
@@ -33,7 +33,7 @@ class Script(Sampler):
     @contextlib.contextmanager
     def session(self, sampling):
         assert sampling.in_turns
-        yield (Steps if self.stepwise else Session)(self.answer)
+        yield (Steps if self.stepwise else BatchSession)(self.answer)
 
     def answer(self, prompts, limits):
         self.batches.append(len(prompts))
@@ -64,7 +64,7 @@ class GroupScript(Script):
         return TOKENIZER(next(s for s in self.scripts[key] if written.startswith(s[0]))[count])["input_ids"]
 
 
-class Steps(Session):
+class Steps(BatchSession):
     is_stepwise = True
 
     def advance(self):

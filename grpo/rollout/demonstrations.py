@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from grpo.common import InputError
 from grpo.data.files import Row
 from grpo.rollout.episodes import EpisodePlayer
-from grpo.rollout.sampler import Limits, Sample, Sampler, Sampling, Session, Tokens
+from grpo.rollout.sampler import BatchSession, Limits, Sample, Sampler, Sampling, Session, Tokens
 
 Pairs = dict[str, list[list[int]]]
 
@@ -24,7 +24,7 @@ class Recital(Sampler):
 
     @contextlib.contextmanager
     def session(self, sampling: Sampling) -> Iterator[Session]:
-        yield Session(self.answer)
+        yield BatchSession(self.answer)
 
     def answer(self, prompts: Sequence[Tokens], limits: Limits) -> Iterator[Sample]:
         for _ in prompts:

@@ -98,13 +98,13 @@ JOIN_STEPS = 8  # of the engine, from one joining of prompts to the next
 Limits = Sequence[int | None]  # Tokens that each answer may have; None: `max_tokens` of the Sampling.
 
 
-class Session:
+class Session(ABC):
     """Prompts go in one by one, and samples come out. Others may go in before all samples are out, as in an episode,
-    whose next prompt holds the last answer. A sampler gets all prompts that wait at once."""
+    whose next prompt holds the last answer."""
 
-    def __init__(self, answer: Callable[[Sequence[Tokens], Limits], Iterable[Sample]]):
-        """`answer` yields a sample of each of some prompts, in order."""
-        self.answer = answer
+    is_stepwise = False  # Whether `advance` makes a step, after which others may go in, rather than all samples.
+
+    def __init__(self) -> None:
         self.waiting: list[tuple[int, Tokens, int | None]] = []
         self.count = 0
 
@@ -115,18 +115,9 @@ class Session:
         self.count += 1
         return self.count - 1
 
+    @abstractmethod
     def advance(self) -> Iterable[tuple[int, Sample]]:
-        """The samples of all prompts that wait, with their numbers."""
-        if not self.waiting:
-            return []
-        numbers, prompts, limits = zip(*self.waiting, strict=True)
-        self.waiting.clear()
-        return zip(numbers, self.answer(prompts, limits), strict=True)
-
-    @property
-    def is_stepwise(self) -> bool:
-        """Whether `advance` makes a step, after which others may go in, rather than all samples."""
-        return False
+        """Samples of prompts that went in, with their numbers."""
 
     def complete(self, prompts: Sequence[Tokens]) -> list[Sample]:
         """A sample of each prompt, in order. Equal prompts get a sample each."""
@@ -137,14 +128,33 @@ class Session:
         return [samples[number] for number in numbers]
 
 
+class BatchSession(Session):
+    """Answers all waiting prompts together."""
+
+    def __init__(self, answer: Callable[[Sequence[Tokens], Limits], Iterable[Sample]]):
+        """`answer` yields a sample of each of some prompts, in order."""
+        super().__init__()
+        self.answer = answer
+
+    def advance(self) -> Iterable[tuple[int, Sample]]:
+        """The samples of all prompts that wait, with their numbers."""
+        if not self.waiting:
+            return []
+        numbers, prompts, limits = zip(*self.waiting, strict=True)
+        self.waiting.clear()
+        return zip(numbers, self.answer(prompts, limits), strict=True)
+
+
 class EngineSession(Session):
     """vLLM's own loop: each `advance` is a step of the engine, which prompts that wait may join.
 
     A step that reads prompts cannot replay the CUDA graph of decoding. Turns end at any step; so that not every step
     becomes such a one, prompts join together, every JOIN_STEPS steps. What that brings on a GPU was not measured."""
 
+    is_stepwise = True
+
     def __init__(self, engine: Engine, sampling: Sampling):
-        super().__init__(lambda prompts, limits: ())
+        super().__init__()
         self.engine, self.sampling, self.numbers = engine, sampling, dict[str, int]()
         self.steps = 0  # since prompts joined
 
@@ -165,10 +175,6 @@ class EngineSession(Session):
             self.numbers[request] = number
         self.waiting.clear()
         self.steps = 0
-
-    @property
-    def is_stepwise(self) -> bool:
-        return True
 
 
 class Sampler(ABC):
@@ -219,7 +225,7 @@ class AwakeVllmSampler(Sampler):
 def engine_session(engine: Engine, sampling: Sampling) -> Iterator[Session]:
     """A session with the awake engine: all prompts as one batch, or step by step where they come in turns."""
     if not sampling.in_turns:
-        yield Session(lambda prompts, limits: engine_samples(engine, prompts, sampling))
+        yield BatchSession(lambda prompts, limits: engine_samples(engine, prompts, sampling))
         return
     with engine.stepping(sampling.seed):
         yield EngineSession(engine, sampling)
@@ -255,7 +261,7 @@ class TransformersSampler(Sampler):
         network = self.network
         attention, prefill = using_attention(network, "eager"), shared_prefill(network)
         with attention, evaluating(network), adapter_disabled(self.policy, sampling), prefill:
-            yield Session(lambda prompts, limits: self.generate(prompts, limits, sampling))
+            yield BatchSession(lambda prompts, limits: self.generate(prompts, limits, sampling))
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Tokens], limits: Limits, sampling: Sampling) -> Iterator[Sample]:
@@ -302,7 +308,7 @@ class DirectSampler(Sampler):
     def session(self, sampling: Sampling) -> Iterator[Session]:
         torch.manual_seed(sampling.seed)
         with adapter_disabled(self.policy, sampling):
-            yield Session(lambda prompts, limits: self.choose(prompts, sampling.temperature))
+            yield BatchSession(lambda prompts, limits: self.choose(prompts, sampling.temperature))
 
     def choose(self, prompts: Sequence[Tokens], temperature: float) -> Iterator[Sample]:
         """Yields the answers to the prompts."""

@@ -11,10 +11,10 @@ from trainers import make, plain_trl
 from grpo.data.prompts import sampling_seed
 from grpo.rollout.sampler import (
     JOIN_STEPS,
+    BatchSession,
     EngineSession,
     Sample,
     Sampling,
-    Session,
     VllmSampler,
     evaluation_sampling,
     rollout_sampling,
@@ -30,7 +30,7 @@ def test_prompts_go_in_while_samples_come_out():
         batches.append(limits)
         return (Sample(list(prompt)) for prompt in prompts)
 
-    session, finished = Session(answer), []
+    session, finished = BatchSession(answer), []
     numbers = [session.submit([n] * n, limit) for n, limit in ((3, None), (1, 5))]
     while arrived := list(session.advance()):
         for number, sample in arrived:
@@ -48,7 +48,7 @@ def test_rollouts_and_evaluations_draw_from_streams_of_their_own():
 
 
 def test_each_prompt_gets_a_sample_in_order():
-    session = Session(lambda prompts, limits: (Sample([*prompt, n]) for n, prompt in enumerate(prompts)))
+    session = BatchSession(lambda prompts, limits: (Sample([*prompt, n]) for n, prompt in enumerate(prompts)))
     assert [sample.ids for sample in session.complete([[5], [5], [7]])] == [[5, 0], [5, 1], [7, 2]]
 
 

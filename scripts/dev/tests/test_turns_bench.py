@@ -3,7 +3,7 @@
 
 import statistics
 
-from grpo.rollout.sampler import Sample, Session
+from grpo.rollout.sampler import BatchSession, Sample
 from scripts.dev.turns import EPISODES, TOKENS, TURNS, play_turns, turn_lengths
 
 
@@ -14,7 +14,7 @@ def test_every_episode_plays_all_its_turns():
         seen.extend(map(list, prompts))
         return (Sample([len(prompt)] * limit) for prompt, limit in zip(prompts, limits, strict=True))
 
-    assert play_turns(Session(answer), [[1], [2]], [[2, 2, 2], [2, 1]], [0]) == 9
+    assert play_turns(BatchSession(answer), [[1], [2]], [[2, 2, 2], [2, 1]], [0]) == 9
     assert seen[:4] == [[1], [2], [1, 1, 1, 0], [2, 1, 1, 0]] and seen[4:] == [[1, 1, 1, 0, 4, 4, 0]]
 
 
