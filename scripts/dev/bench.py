@@ -23,7 +23,7 @@ on all seeds and sets.
 trainer, and records what the check sees (docs/maintainers/mismatch.md).
 
 `turns` starts vLLM alone and plays 96 episodes of 24 turns, of 64 tokens and of 32 to 96, then lets it write as many
-tokens at once.
+tokens at once; then the same with turns of 20 tokens, which a call in the plant's day has.
 
 `decode` starts vLLM alone and measures its decoding steps, then profiles 30 of them: time by kind of kernel, beside the
 bytes that a step must move.
@@ -92,6 +92,8 @@ def parse_args() -> argparse.Namespace:
     mismatch.add_argument("--cpu", action="store_true", help="with vLLM's CPU build (scripts/dev/cpu_vllm.py)")
     turns = add_command(commands, "turns", "episodes of 24 short turns in vLLM, against one answer", False)
     add_engine_options(turns, trials=2)
+    about_tokens = "mean tokens of a turn, each measured by itself (default 64 20)"
+    turns.add_argument("--tokens", help=about_tokens, nargs="+", type=int, default=[64, 20])
     decode = add_command(commands, "decode", "vLLM's decoding steps, profiled by kind of kernel", False)
     add_engine_options(decode, trials=3)
     about_points = "SEQUENCESxPROMPTxTOKENS[xGROUP], GROUP behind each prompt (default 96x940x512x8 and two of 4)"

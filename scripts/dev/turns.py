@@ -17,12 +17,11 @@ from grpo.rollout.engine import Engine
 from grpo.rollout.sampler import JOIN_STEPS, AwakeVllmSampler, Sampling, Session, Tokens
 from scripts.dev.decode import Point, command_with_variables, start_alone, write_measured
 from scripts.dev.harness import Function, intercept
-from scripts.dev.record import tabled
+from scripts.dev.record import Figure, tabled
 
 EPISODES, GROUP, PROMPT = 96, 8, 940  # episodes, those of a prompt, its tokens
-TURNS, TOKENS, RESULT = 24, 64, 16
+TURNS, RESULT = 24, 16  # turns of an episode, tokens between two
 WARMUP_TURNS = 2  # of the trial that does not count
-UNEVEN = range(TOKENS // 2, TOKENS + TOKENS // 2 + 1)  # Lengths of turns that differ; their mean is TOKENS.
 # How episodes are played -> whether their turns differ in length, and after how many steps turns join the engine.
 WAYS = {
     "turns": (False, JOIN_STEPS),
@@ -61,15 +60,20 @@ def play_turns(
     return written
 
 
-def turn_lengths(uneven: bool, seed: int) -> list[list[int]]:
-    """The tokens of each turn of each episode."""
-    draw = random.Random(seed)
-    return [[draw.choice(UNEVEN) if uneven else TOKENS for _ in range(TURNS)] for _ in range(EPISODES)]
+def uneven_lengths(tokens: int) -> range:
+    """Lengths of turns that differ, whose mean is `tokens`."""
+    return range(tokens - tokens // 2, tokens + tokens // 2 + 1)
 
 
-def measure(engine: Engine, vocab: int, trials: int) -> dict[str, float]:
-    """The fastest of some trials, each with other tokens, so that no prefix is cached from an earlier one; before them
-    a short one that does not count compiles kernels."""
+def turn_lengths(tokens: int, uneven: bool, seed: int) -> list[list[int]]:
+    """The tokens of each turn of each episode, `tokens` or on average as many."""
+    draw, lengths = random.Random(seed), uneven_lengths(tokens)
+    return [[draw.choice(lengths) if uneven else tokens for _ in range(TURNS)] for _ in range(EPISODES)]
+
+
+def measure(engine: Engine, vocab: int, trials: int, tokens: int) -> dict[str, float]:
+    """The figures of TABLE for turns of `tokens` tokens, from the fastest of some trials. Each has other prompts, so
+    that no prefix is cached from an earlier one; before them a short one that does not count compiles kernels."""
     cached: list[tuple[int, int]] = []
 
     def count(completion_of: Function, output: Any, with_logps: bool) -> Any:
@@ -81,7 +85,8 @@ def measure(engine: Engine, vocab: int, trials: int) -> dict[str, float]:
     awake = AwakeVllmSampler(engine, None)
     for trial, name in itertools.product(range(trials + 1), best):
         is_uneven, join_steps = WAYS.get(name, (False, JOIN_STEPS))
-        prompts, lengths = Point(EPISODES, PROMPT, TOKENS, GROUP).prompts(vocab, trial), turn_lengths(is_uneven, trial)
+        prompts = Point(EPISODES, PROMPT, tokens, GROUP).prompts(vocab, trial)
+        lengths = turn_lengths(tokens, is_uneven, trial)
         if not trial:
             lengths = [own[:WARMUP_TURNS] for own in lengths]
         if name == "answer":
@@ -100,21 +105,25 @@ def measure(engine: Engine, vocab: int, trials: int) -> dict[str, float]:
         assert written == sum(map(sum, lengths)), (name, written)
         if trial:
             best[name] = max(best[name], written / (time.perf_counter() - started))
-    tokens = EPISODES * TURNS * TOKENS
+    total = EPISODES * TURNS * tokens
     return (
         {f"{name}_tok_s": rate for name, rate in best.items()}
-        | {f"{name}_s": tokens / rate for name, rate in best.items()}
+        | {f"{name}_s": total / rate for name, rate in best.items()}
         | {f"{name}_ratio": best["answer"] / best[name] for name in WAYS}
         | {"cached": 100 * sum(part for part, _ in cached) / max(1, sum(whole for _, whole in cached))}
     )
 
 
 def bench_turns(options: argparse.Namespace) -> int:
-    """Starts vLLM alone, measures, and writes the figures. VLLM_PREFIX_CACHE_RETENTION_INTERVAL may be set."""
-    command, longest = command_with_variables(), TURNS * (UNEVEN[-1] + RESULT)
+    """Starts vLLM alone, measures turns of each length, and writes the figures, whose names end in the length.
+    VLLM_PREFIX_CACHE_RETENTION_INTERVAL may be set."""
+    command, longest = command_with_variables(), TURNS * (uneven_lengths(max(options.tokens))[-1] + RESULT)
     engine, config = start_alone(options, [Point(EPISODES, PROMPT, longest, GROUP)], whole=False)
-    values = measure(engine, config["vocab_size"], options.trials)
-    sizes = {"episodes": EPISODES, "turns": TURNS, "tokens": TOKENS, "result": RESULT}
-    sizes |= {"least": UNEVEN[0], "most": UNEVEN[-1], "join": JOIN_STEPS}
-    write_measured(options, tabled(TABLE, values | sizes), command, engine)
+    figures: list[Figure] = []
+    for tokens in options.tokens:
+        values, lengths = measure(engine, config["vocab_size"], options.trials, tokens), uneven_lengths(tokens)
+        sizes = {"episodes": EPISODES, "turns": TURNS, "tokens": tokens, "result": RESULT}
+        sizes |= {"least": lengths[0], "most": lengths[-1], "join": JOIN_STEPS}
+        figures += [{**row, "name": f"{row['name']}_{tokens}"} for row in tabled(TABLE, values | sizes)]
+        write_measured(options, figures, command, engine)
     return 0

@@ -3,8 +3,10 @@
 
 import statistics
 
+import pytest
+
 from grpo.rollout.sampler import BatchSession, Sample
-from scripts.dev.turns import EPISODES, TOKENS, TURNS, play_turns, turn_lengths
+from scripts.dev.turns import EPISODES, TURNS, play_turns, turn_lengths
 
 
 def test_every_episode_plays_all_its_turns():
@@ -18,9 +20,10 @@ def test_every_episode_plays_all_its_turns():
     assert seen[:4] == [[1], [2], [1, 1, 1, 0], [2, 1, 1, 0]] and seen[4:] == [[1, 1, 1, 0, 4, 4, 0]]
 
 
-def test_uneven_turns_have_the_mean_of_equal_ones():
-    lengths = turn_lengths(True, 1)
+@pytest.mark.parametrize(("tokens", "least", "most"), [(64, 32, 96), (21, 11, 31), (1, 1, 1)])
+def test_uneven_turns_have_the_mean_of_equal_ones(tokens, least, most):
+    lengths = turn_lengths(tokens, True, 1)
     assert len(lengths) == EPISODES and {len(own) for own in lengths} == {TURNS}
     mean = statistics.fmean(length for own in lengths for length in own)
-    assert {*range(32, 97)} == {length for own in lengths for length in own} and abs(mean - TOKENS) < 2
-    assert turn_lengths(False, 1) == [[TOKENS] * TURNS] * EPISODES
+    assert {*range(least, most + 1)} == {length for own in lengths for length in own} and abs(mean / tokens - 1) < 0.03
+    assert turn_lengths(tokens, False, 1) == [[tokens] * TURNS] * EPISODES
