@@ -160,6 +160,10 @@ def few_digits(completions, environments, **columns):
     return [float(environment.total < 10) for environment in environments]
 
 
+def polite(completions, **columns):
+    return [float(message["content"].startswith("Done")) for (message,) in completions]
+
+
 class Unpaid:
     """It has no reward."""
 

@@ -7,7 +7,7 @@ import base64
 import contextlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo.common import Problems, log
@@ -18,7 +18,7 @@ from grpo.harmony import answer_turn
 from grpo.reward.calling import RewardError, load_rewards
 from grpo.reward.episode import Episode
 from grpo.reward.loading import reads_environments
-from grpo.reward.scoring import Completion, initial_trainer_state, score
+from grpo.reward.scoring import initial_trainer_state, read_completion, score
 from grpo.settings.table import Settings
 
 MADE_UP: dict[str, Any] = {"integer": 1, "number": 1.0, "string": "text", "boolean": True, "array": [], "object": {}}
@@ -124,7 +124,7 @@ def check_environment(
         fault = "no reward arrives: it has neither `get_reward`, which returns a number, nor `step_rewards`"
         problems.add(where, fault, "Add one of them, or let REWARDS name functions and `environment=0`")
         return trial
-    completion = Completion(rows[0], answer_turn("Done."), None, 1, False, "Done.", episode)
+    completion = replace(read_completion(rows[0], answer_turn("Done."), "Done.", 1, False), episode=episode)
     try:
         state = initial_trainer_state(settings.TOTAL_STEPS)
         score(load_rewards(specs, settings), [completion], [[0]], column_names(rows), state)

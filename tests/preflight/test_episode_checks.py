@@ -38,6 +38,13 @@ def test_its_reward_comes_beside_others_as_in_trl(episode_run):
     assert named == [("worlds:few_digits", 1.0), ("environment", 0.0)]
 
 
+def test_functions_get_a_conversation_where_the_prompt_is_one(episode_run, tmp_path):
+    """As in training, and in TRL."""
+    row = {"prompt": [{"role": "user", "content": "Add."}], "target": 1}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert not episode_run(ENVIRONMENT="worlds:Tally", REWARDS="worlds:polite").problems
+
+
 FAULTS = {
     "worlds:IntReset": "in an episode of {data}, row 1, with made-up calls, reset: reset returned 3 (int)",
     "worlds:TextReward": "get_reward: get_reward returned 'good', neither a finite number",
