@@ -156,6 +156,19 @@ class Paid(Tally):
         return text
 
 
+class LatePaid(Tally):
+    """Its list begins with the first call."""
+
+    def add(self, number: int) -> str:
+        """Adds a number.
+
+        Args:
+            number: What is added.
+        """
+        self.step_rewards = [number / 10]
+        return super().add(number)
+
+
 def few_digits(completions, environments, **columns):
     return [float(environment.total < 10) for environment in environments]
 

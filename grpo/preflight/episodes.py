@@ -65,7 +65,8 @@ def try_episode(settings: Settings, description: Description, row: Row, wants_co
 
     with contextlib.closing(pool):
         environment, started = pool.take(), time.monotonic()
-        transcript = [("reset", ask(environment, "reset", row.reset_arguments).text)]
+        first = ask(environment, "reset", row.reset_arguments)
+        transcript = [("reset", first.text)]
         rewards, errors = [], 0
         for tool in description.tools[: settings.MAX_TURNS]:
             name, arguments = tool["function"]["name"], made_up_arguments(tool)
@@ -73,7 +74,9 @@ def try_episode(settings: Settings, description: Description, row: Row, wants_co
             transcript.append(
                 (f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})", reply.text)
             )
-            rewards.append(reply.reward)
+            if first.reward is None and reply.reward is not None:  # A run would not see this call's reward.
+                raise EpisodeFault(f"`step_rewards` is there after the call of {name}, but not after reset")
+            rewards.append(reply.reward or 0.0)
             errors += reply.is_error
             if reply.done:
                 break
@@ -83,7 +86,7 @@ def try_episode(settings: Settings, description: Description, row: Row, wants_co
         prompt_ids=[],
         learned=[],
         turns=[0] * len(rewards),
-        turn_rewards=None if None in rewards else [value or 0.0 for value in rewards],
+        turn_rewards=None if first.reward is None else rewards,
         reward=last.reward,
         end="done",
         calls=len(rewards),

@@ -49,6 +49,7 @@ FAULTS = {
     "worlds:IntReset": "in an episode of {data}, row 1, with made-up calls, reset: reset returned 3 (int)",
     "worlds:TextReward": "get_reward: get_reward returned 'good', neither a finite number",
     "worlds:Late": "get_reward: it gave no answer in ENV_TIMEOUT",
+    "worlds:LatePaid": "`step_rewards` is there after the call of add, but not after reset",
     "worlds:Unpaid": "no reward arrives: it has neither `get_reward`",
     "worlds:Rough": "the call of leave: its process ended",
     "worlds:NoReset": "NoReset has no method `reset`",
