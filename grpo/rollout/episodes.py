@@ -3,8 +3,9 @@
 
 A turn ends at a stop token. If its last message is a call, the environment runs it, the result's tokens follow, and the
 next turn begins behind them. The sequence only grows: what was sampled stays as it was sampled. An episode's next turn
-begins when its last one has ended, whatever the others do: with vLLM it joins the engine's next step. Samplers that
-take a batch wait for all environments, so that the same seed gives the same episodes."""
+begins when its last one has ended, whatever the others do: with vLLM it joins the engine after a few steps
+(`EngineSession`). Samplers that take a batch wait for all environments, so that the same seed gives the same
+episodes."""
 
 from __future__ import annotations
 
