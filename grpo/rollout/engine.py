@@ -271,17 +271,12 @@ class Engine:
         self.request = self.lora_request("adapter", 1, str(folder.resolve())) if folder else None
 
     def generate(
-        self,
-        prompt_ids: TokenRows,
-        seed: int,
-        max_tokens: int | None = None,
-        top_p: float | None = None,
-        temperature: float | None = None,
+        self, prompt_ids: TokenRows, seed: int, max_tokens: int, top_p: float, temperature: float | None
     ) -> Generated:
         """One completion for each row, in order; a prompt is repeated for each of its completions. Returns token ids,
-        the stop token included, and the log-prob of each token after temperature (None for NaN). If a `temperature` is
-        passed (0: greedy) the log-probs are [], as they would not be TEMPERATURE's. Raises EngineError, after which the
-        engine cannot be used. `seed` is for torch's global generator, from which vLLM draws: a generator for each
+        the stop token included, and the log-prob of each token after temperature (None for NaN). If `temperature` is
+        not None (0: greedy) the log-probs are [], as they would not be TEMPERATURE's. Raises EngineError, after which
+        the engine cannot be used. `seed` is for torch's global generator, from which vLLM draws: a generator for each
         request would cost a kernel per sequence and token."""
         parameters = self.parameters(max_tokens, top_p, temperature)
         with self.timed("generate"), engine_faults("generating", RESTART), without_collection():
@@ -289,14 +284,14 @@ class Engine:
             outputs = [completion_of(output, temperature is None) for output in self._run(prompt_ids, parameters)]
         return [ids for ids, _ in outputs], [logps for _, logps in outputs if logps is not None]
 
-    def parameters(self, max_tokens: int | None, top_p: float | None, temperature: float | None) -> Any:
+    def parameters(self, max_tokens: int, top_p: float, temperature: float | None) -> Any:
         """vLLM's SamplingParams, see `generate`."""
-        s, is_rollout = self.settings, temperature is None
+        is_rollout = temperature is None
         return self.sampling(
             n=1,
-            temperature=s.TEMPERATURE if is_rollout else temperature,
-            top_p=top_p or s.TOP_P,
-            max_tokens=max_tokens or s.MAX_COMPLETION_LEN,
+            temperature=self.settings.TEMPERATURE if is_rollout else temperature,
+            top_p=top_p,
+            max_tokens=max_tokens,
             logprobs=0 if is_rollout else None,
             flat_logprobs=is_rollout,
             stop_token_ids=self.stop_token_ids,

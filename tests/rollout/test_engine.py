@@ -125,10 +125,10 @@ def test_log_probs_and_answers_that_are_missing(build, monkeypatch):
     generate = engine.llm.generate
     monkeypatch.setattr(engine.llm, "_logprobs", lambda values: SimpleNamespace(logprobs=values[1:]))
     with pytest.raises(EngineError, match="number of log-probs"):
-        engine.generate(prompts, 1)
+        engine.generate(prompts, 1, 4, 1.0, None)
     monkeypatch.setattr(engine.llm, "generate", lambda *a, **k: generate(*a, **k)[1:])
     with pytest.raises(EngineError, match="3 of 4"):
-        engine.generate(prompts, 1)
+        engine.generate(prompts, 1, 4, 1.0, None)
 
 
 def test_engine_arguments():
