@@ -123,7 +123,8 @@ class KnownModel:
 
 
 def test_chains_are_counted_and_every_answer_is_asked_behind_every_chain(monkeypatch):
-    monkeypatch.setattr(proof, "prepare", lambda options: (None, None, ROWS, ()))
+    rows = [row for row in ROWS for _ in range(4)]  # Every fourth is asked.
+    monkeypatch.setattr(proof, "prepare", lambda options: (None, None, rows, ()))
     monkeypatch.setattr(proof, "start_model", lambda *arguments, **named: KnownModel())
     figures = proof.chain_figures(Path("run"), Path("heldout.csv"))
     assert (figures["plan_best_base"], figures["plan_best_trained"]) == (0, 0.5)
@@ -133,18 +134,18 @@ def test_chains_are_counted_and_every_answer_is_asked_behind_every_chain(monkeyp
         assert rewards == pytest.approx(expected)
 
 
-def test_chains_that_an_interrupt_left_out_are_computed_without_another_run(tmp_path, monkeypatch):
-    options, scale = prove.parse_args(["--out", str(tmp_path), "--stage", "train"]), reasoning(SCALES["small"])
+def test_chains_are_measured_in_a_stage_of_their_own(tmp_path, monkeypatch):
+    def play(stage: str) -> int:
+        return proof.prove(prove.parse_args(["--out", str(tmp_path), "--stage", stage]), reasoning(SCALES["small"]))
+
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
     monkeypatch.setattr(proof, "run_child", lambda *arguments: 0)
     monkeypatch.setattr(proof, "chain_figures", lambda run, heldout: {"plan_best_base": heldout.name})
-    assert proof.prove(options, scale) == 0
+    assert play("train") == 0 and not (tmp_path / proof.CHAINS).exists()
     assert "LORA_R=8" in json.loads((tmp_path / proof.TRAIN).read_text())["command"]
-    (tmp_path / proof.CHAINS).unlink()
-    monkeypatch.setattr(proof, "complete_steps", lambda run: 4)
     monkeypatch.setattr(proof, "run_child", None)
-    assert proof.prove(options, scale) == 0
+    assert play("chains") == 0
     assert json.loads((tmp_path / proof.CHAINS).read_text()) == {"plan_best_base": "tes_heldout_compact.csv"}
 
 
