@@ -43,9 +43,9 @@ def rollout_figures(
 
 def nan_deviation(values: Tensor) -> Tensor:
     """The standard deviation (with n - 1) over the last dimension, of all but NaN; NaN of fewer than two numbers, and 0
-    where the dimension has one place alone."""
+    where the dimension has one place alone. In float64, so that it is 0 for equal values of float32."""
     if values.size(-1) == 1:
         return torch.zeros(values.shape[:-1], device=values.device)
-    count = (~values.isnan()).sum(-1)
-    variance = (values - values.nanmean(-1, keepdim=True)).square().nanmean(-1) * (count / (count - 1))
-    return variance.where(count > 1, torch.nan).sqrt()
+    count, wide = (~values.isnan()).sum(-1), values.double()
+    variance = (wide - wide.nanmean(-1, keepdim=True)).square().nanmean(-1) * (count / (count - 1))
+    return variance.where(count > 1, torch.nan).sqrt().to(values.dtype)

@@ -84,9 +84,12 @@ def new_step(
 
 def group_advantages(rewards: Tensor, group: int, scale_rewards: str | None) -> tuple[Tensor, Tensor]:
     """(advantages, deviations), both (B,), of rewards (B,) whose groups are consecutive. `scale_rewards`: `group`,
-    `batch` or `none`. A completion that every function left out (NaN) does not count, and has the advantage 0."""
+    `batch` or `none`. A completion that every function left out (NaN) does not count, and has the advantage 0.
+
+    The mean is taken in float64. In float32 that of equal rewards may be off by rounding, which a deviation of nearly 0
+    makes large: eight completions with -1509.8 each would all have the advantage -0.53."""
     groups = rewards.view(-1, group)
-    mean = groups.nanmean(1).repeat_interleave(group)
+    mean = groups.double().nanmean(1).to(rewards.dtype).repeat_interleave(group)
     if scale_rewards == "batch":
         deviation = nan_deviation(rewards).expand_as(rewards)
     else:
@@ -115,7 +118,7 @@ def turn_advantages(to_go: Tensor, group: int, scale_rewards: str | None) -> Ten
 
     `scale_rewards` divides by the deviation of these from their means, over all turns of the `group` or `batch`, which
     for episodes of one turn is the group's deviation."""
-    groups = to_go.view(-1, group, to_go.size(1))  # (P, G, T)
+    groups = to_go.double().view(-1, group, to_go.size(1))  # (P, G, T), as in `group_advantages`
     centred, count = groups - groups.nanmean(1, keepdim=True), (~groups.isnan()).sum(1)  # (P, T)
     freedom = (count - 1).clamp(min=0).sum(1)  # (P,)
     squares = centred.square().nansum((1, 2))
@@ -127,7 +130,7 @@ def turn_advantages(to_go: Tensor, group: int, scale_rewards: str | None) -> Ten
         centred[:, :, turn] = torch.where(alone, centred[:, :, turn - 1], centred[:, :, turn])
     if scale_rewards != "none":
         centred = centred / (deviation + EPSILON)
-    return centred.nan_to_num(nan=0.0).view_as(to_go)
+    return centred.nan_to_num(nan=0.0).view_as(to_go).to(to_go.dtype)
 
 
 def spread_over_turns(by_turn: Tensor, samples: Sequence[Sample], width: int) -> Tensor:

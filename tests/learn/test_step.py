@@ -11,7 +11,7 @@ from trainers import make, plain_float32, plain_trl, sample_with, seed_weights, 
 from trl import GRPOTrainer
 
 from grpo.learn.learner import Learner
-from grpo.learn.step import group_advantages
+from grpo.learn.step import group_advantages, turn_advantages
 from grpo.learn.trainer import Trainer
 from grpo.settings.table import FIELDS
 
@@ -52,6 +52,17 @@ def test_advantages_by_hand():
     expected = [-1 / (deviation + 1e-4), 0, 1 / (deviation + 1e-4), *[0] * 6]
     assert group_advantages(rewards, 3, "batch")[0].tolist() == pytest.approx(expected)
     assert group_advantages(torch.tensor([3.0, 4.0]), 1, "group")[0].tolist() == [0, 0], "groups of one teach nothing"
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_equal_rewards_teach_nothing_whatever_their_size(scaling):
+    """TRL's mean in float32 differs from such rewards by 0.0001, and its deviation is as small."""
+    for value in (-1509.8, -73.2, 9.99, 123456.7):
+        rewards = torch.full((24,), value)
+        for group in (6, 8, 12, 24):
+            advantages, deviations = group_advantages(rewards, group, scaling)
+            assert advantages.dtype == torch.float32 and not advantages.any() and not deviations.any()
+            assert not turn_advantages(rewards[:, None], group, scaling).any()
 
 
 def test_of_trls_private_methods_three_are_overridden():
