@@ -26,7 +26,9 @@ EPSILON = 1e-4  # TRL adds it to the deviation that it divides by.
 @dataclass(frozen=True)
 class StepRewards:
     """The AnswerRewards of a step's B completions as tensors. Rows with fewer than K actions are filled up with gains
-    of 0, and so is every completion that is learned from as it was sampled: V needs no mask for them."""
+    of 0, and so is every completion that is learned from as it was sampled: V needs no mask for them.
+
+    Rewards are float64, and so are V, its mean and its deviation, for the reason in `group_advantages`."""
 
     position: Tensor  # (B,) int64, -1 where the completion is learned from as it was sampled
     tokens: Tensor  # (B, K) int64
@@ -44,7 +46,7 @@ class StepRewards:
             values = [getattr(answer, name) for answer in answers]
             if name in ("tokens", "gains"):
                 values = [[*row, *[0] * (width - len(row))] for row in values]
-            dtype = torch.int64 if name in ("position", "tokens") else torch.float32
+            dtype = torch.int64 if name in ("position", "tokens") else torch.float64
             return torch.tensor(values, dtype=dtype, device=device)
 
         return cls(**{field.name: stacked(field.name) for field in fields(cls)})
@@ -80,7 +82,8 @@ class ExpectedReward:
         self.answers = answers
         values = expected_rewards(answers, probabilities)
         self.means, scale = mean_and_scale(answers, probabilities, group, scale_rewards)
-        self.advantages = token_advantages(answers, values, self.means, scale, sampled, group, weights.size(1))
+        advantages = token_advantages(answers, values, self.means, scale, sampled, group, weights.size(1))
+        self.advantages = advantages.to(sampled.dtype)
         at_answer = weights.gather(1, answers.position.clamp(min=0)[:, None])[:, 0]
         self.slopes = (at_answer / scale).masked_fill(~answers.is_expected, 0.0)
 
@@ -88,7 +91,7 @@ class ExpectedReward:
         """What the completions `rows` (b,) add to the loss, given the policy's `probabilities` (b, K) of the actions,
         through which the gradient flows. A completion that every function left out adds nothing."""
         values = expected_rewards(self.answers[rows], probabilities)
-        return -(self.slopes[rows] * (values - self.means[rows]).nan_to_num()).sum()
+        return -(self.slopes[rows] * (values - self.means[rows]).nan_to_num()).sum().to(probabilities.dtype)
 
 
 def expected_rewards(answers: StepRewards, probabilities: Tensor) -> Tensor:

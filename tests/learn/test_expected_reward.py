@@ -15,7 +15,13 @@ from trainers import apart, loss_and_gradients, make, moved_by_training, plain_f
 
 from grpo.data.files import Row
 from grpo.harmony import assistant_turn, parse_action
-from grpo.learn.expected_reward import StepRewards, expected_rewards, mean_and_scale, token_advantages
+from grpo.learn.expected_reward import (
+    ExpectedReward,
+    StepRewards,
+    expected_rewards,
+    mean_and_scale,
+    token_advantages,
+)
 from grpo.model.load import load_tokenizer
 from grpo.reward.calling import load_rewards
 from grpo.reward.lookup import AnswerRewards, RewardLookup, action_tokens
@@ -164,6 +170,19 @@ def test_a_policy_that_is_certain_divides_by_no_nan():
     answers = step_rewards([(-37.6, 0.4, 1.5)] * 2, (0.0,) * 2, (0.0,) * 2)
     _, scale = mean_and_scale(answers, torch.tensor([[1.2e-7, 0.99999988]] * 2), 2, "group")
     assert (scale >= 1e-4).all()
+
+
+def test_equal_expected_rewards_teach_nothing_whatever_their_size():
+    """A policy that is certain of its answer. In float32 the mean of V differs from it by rounding, and its deviation
+    is as small."""
+    for best in (-1509.8, -73.2, 123456.7):
+        answers = step_rewards([(best - 330, best, best - 300)] * 8, (0.0,) * 8, (0.0,) * 8)
+        for chances in ([1.0, 0.0], [0.0, 1.0]):
+            weights, sampled = torch.ones(8, 5) / 40, torch.zeros(8)
+            expected = ExpectedReward(answers, torch.tensor([chances] * 8), sampled, weights, 8, "group")
+            assert expected.advantages.dtype == torch.float32 and expected.advantages.abs().max() < 1e-5
+            loss = expected.loss(torch.arange(8), torch.tensor([chances] * 8, requires_grad=True))
+            assert loss.dtype == torch.float32 and abs(loss.item()) < 1e-5
 
 
 def test_advantages_by_token():
