@@ -110,9 +110,12 @@ class Scorer:
 
     def turn_rewards(self, episodes: Sequence[Episode]) -> list[list[float]] | None:
         """What `Scores.turn_rewards` holds."""
-        if all(episode.turn_rewards is None for episode in episodes) or "environment" not in self.names:
+        if all(episode.turn_rewards is None for episode in episodes):
             return None
-        weight = self.weights[self.names.index("environment")].item()
+        # By its name in REWARDS: in the logs a user's own `module:environment` has the same one.
+        weight = next((function.weight for function in self.functions if function.name == "environment"), None)
+        if weight is None:
+            return None
         return [
             [weight * value for value in episode.turn_rewards or [0.0] * len(episode.turns)] for episode in episodes
         ]

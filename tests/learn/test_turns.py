@@ -292,6 +292,17 @@ def test_a_rollout_of_turns_is_shared_and_kept(tiny, tmp_path, monkeypatch):
     assert torch.equal(*gradients) and gradients[0].norm() > 0
 
 
+def environment(completions, **columns):
+    """A function of the user's own, which gives nothing for single turns."""
+    return [float(len(text)) for text in completions]
+
+
+def test_an_own_function_of_that_name_has_no_rewards_of_turns(tiny, tmp_path, monkeypatch):
+    """What the environment paid for its calls is no part of these rewards, so it is not taken from them."""
+    trainer, rollout = our_step(tiny, tmp_path, monkeypatch, world="Paid", REWARDS="test_turns:environment")
+    assert trainer.scorer.names == ["environment"] and rollout.batch["advantages"].shape == (8,)
+
+
 @pytest.mark.numeric
 @pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask", "none"])
 def test_log_probs_of_results_change_nothing(tiny, tmp_path, monkeypatch, correction):
