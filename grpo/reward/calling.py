@@ -44,11 +44,12 @@ class Reward:
             self.options |= {"longest": longest, "span": settings.OVERLONG_SHARE * longest}
         self.positional = positional_argument(function) if self.is_custom else "completions"
 
-    def __call__(self, completions: list[Any], **columns: Any) -> Rewards:
+    # The `/` here and below is for files with a column called `self`.
+    def __call__(self, /, completions: list[Any], **columns: Any) -> Rewards:
         """Calls the function alone, as TRL's trainer does where it calls functions itself."""
         return call_rewards([self], lambda: columns | {"completions": completions}, len(completions))[0]
 
-    def begin(self, completions: list[Any], **columns: Any) -> Rewards | Coroutine[Any, Any, Any]:
+    def begin(self, /, completions: list[Any], **columns: Any) -> Rewards | Coroutine[Any, Any, Any]:
         """Calls the function: its rewards, or of an async one the coroutine that `finish` awaits."""
         # The count is taken before the call, because a function may change the list.
         arguments, count = columns | self.options, len(completions)

@@ -195,6 +195,12 @@ def test_a_first_argument_that_is_a_column_or_has_a_default_is_given_by_keyword(
     assert scores(f"my_columns:{name}", row, ["4"]) == [2.0 if name == "optional" else 1.0]
 
 
+def test_a_column_may_have_any_name(write_module):
+    write_module("my_columns", "def own(self, **columns): return [float(value) for value in self]\n")
+    row = dataclasses.replace(TEXT, columns={"self": "4", "name": "", "": 0})
+    assert scores("my_columns:own", row, ["4"]) == [4.0] and scores("format", row, ["[0]"]) == [1.0]
+
+
 FORKS = """
 from grpo.reward.calling import load_rewards
 from grpo.settings.table import Settings
