@@ -2,6 +2,7 @@
 """Lines about work that takes time, and threads that write them."""
 
 import io
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -70,3 +71,7 @@ def test_the_log_has_the_lines_too(out, tmp_path, quiet):
         phase.done = 1
         wait_until(lambda: has_line(tmp_path, "I train_grpo: generating, completion 1 of 4, 0 s\n"))
     assert not out.getvalue()
+    # A file's name may be any bytes. Another handler, which is pytest's, could not send it to another process.
+    (handler,) = (handler for handler in logging.root.handlers if type(handler) is logging.FileHandler)
+    handler.handle(logging.makeLogRecord({"msg": "d\udcff.csv", "name": "train_grpo", "levelname": "WARNING"}))
+    assert has_line(tmp_path, "W train_grpo: d\\udcff.csv\n")

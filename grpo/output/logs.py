@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
-from grpo.common import log, printable
+from grpo.common import log, printable, text_of
 from grpo.output.layout import LOGS, TRAINING_LOG
 from grpo.reward.episode import Episode
 from grpo.reward.scoring import Completion, completion_rates
@@ -80,9 +80,16 @@ def as_json(logged: Mapping[str, object]) -> str | None:
     """What was logged as a JSON object, None if nothing was; arrays as lists, other values that JSON lacks as text."""
 
     def plain(value: object) -> object:
-        return value.tolist() if hasattr(value, "tolist") else str(value)
+        return value.tolist() if hasattr(value, "tolist") else text_of(value)
 
-    return json.dumps(logged, ensure_ascii=False, default=plain) if logged else None
+    def cell(value: object) -> object:
+        try:
+            return json.loads(json.dumps(value, default=plain))
+        except (TypeError, ValueError):  # Such as a key that is a tuple, or a list that holds itself.
+            return text_of(value)
+
+    cells = {str(name): cell(value) for name, value in logged.items()}
+    return json.dumps(cells, ensure_ascii=False) if cells else None
 
 
 def tracker_figures(row: Mapping[str, Cell], taken: Collection[str]) -> dict[str, float]:
@@ -123,7 +130,8 @@ class CsvLog:
         for row in rows:
             cells = [row[name] for name in self.columns]
             (quoted if any("\r" in str(cell) for cell in cells) else plain).writerow(cells)
-        content = text.getvalue().encode()
+        # The name of a file, or what a reward function logs, may hold lone surrogates, which UTF-8 cannot encode.
+        content = text.getvalue().encode("utf-8", "backslashreplace")
         self.file.write(content)
         self.file.flush()
         self.digest.update(content)
@@ -408,7 +416,8 @@ def start_logging(folder: Path) -> None:
     formatter = PlainFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
-    terminal, file = TerminalHandler(sys.stdout), logging.FileHandler(folder / TRAINING_LOG, encoding="utf-8")
+    terminal = TerminalHandler(sys.stdout)
+    file = logging.FileHandler(folder / TRAINING_LOG, encoding="utf-8", errors="backslashreplace")
     terminal.addFilter(lambda record: not hasattr(record, "file_only"))
     for handler in (terminal, file):
         handler.setFormatter(formatter)

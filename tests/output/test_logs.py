@@ -3,14 +3,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import math
 
+import numpy as np
 import pytest
 from helpers import read_csv
 from run_folders import ROW
 
-from grpo.output.logs import LEAST_STEPS, METRICS, Pace, RunLog, parse_rate_warning, reward_warning
+from grpo.output.logs import (
+    LEAST_STEPS,
+    METRICS,
+    FunctionLog,
+    Pace,
+    RunLog,
+    parse_rate_warning,
+    reward_warning,
+)
 from grpo.reward.scoring import Completion
 from grpo.settings.table import Settings
 
@@ -34,6 +45,36 @@ def test_a_log_knows_its_end_whether_resumed_or_not(tmp_path):
     assert [row["completion"] for row in read_csv(tmp_path / "completions.csv")] == [text] * 4
     with pytest.raises(ValueError, match="completions.csv has the columns step, .*, prompt, and this run has"):
         RunLog(tmp_path, Settings(TOTAL_STEPS=8))
+
+
+class Silent:
+    def __str__(self):
+        return 1 / 0
+
+
+def test_whatever_a_function_logs_is_written(tmp_path):
+    """In the middle of a run nothing that cannot be written as JSON or UTF-8 may end it."""
+    circle = []
+    circle.append(circle)
+    for value, read in (
+        ({"a": np.arange(2), "b": math.nan}, {"a": [0, 1], "b": pytest.approx(math.nan, nan_ok=True)}),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        ({np.int64(4): 3}, "{4: 3}" if np.__version__ < "2" else "{np.int64(4): 3}"),
+        (circle, "[[...]]"),
+        (Silent(), "its text cannot be made: ZeroDivisionError"),
+        ("half \ud800", "half \ud800"),
+    ):
+        logged = FunctionLog(1)
+        logged.log_extra("seen", [value])
+        log = RunLog(tmp_path, Settings(REWARDS="my:own"), ["own"])
+        log.write_completions(1, [Completion(ROW, "x", None, 9, False)], [0.1], [[0.1]], 0.0, logged=logged)
+        assert json.loads(read_csv(tmp_path / "completions.csv")[-1]["log_extra"]) == {"seen": read}
+
+
+def test_a_file_may_have_a_name_that_is_not_utf_8(tmp_path):
+    row = dataclasses.replace(ROW, file="d\udcff.csv")
+    write_step(RunLog(tmp_path, Settings()), 1, [Completion(row, "x", None, 9, False)], [0.1])
+    assert read_csv(tmp_path / "completions.csv")[0]["prompt_id"] == f"d\\udcff:{row.number}"
 
 
 def test_only_a_simulated_run_has_columns_of_the_plant(tmp_path):
