@@ -147,22 +147,29 @@ def unique_keys(pairs: list[tuple[str, Cell]]) -> Columns:
 
 def read_json_table(path: Path, problems: Problems) -> Table:
     """The table of JSON lines, one object a line, or of one JSON list of objects. Raises UnreadableFile."""
-    text, line = read_text(path), 1
-    fix = "Write one JSON object a line, as datasets' to_json does"
-    try:
-        if text.lstrip().startswith("["):
-            values = [(1, value) for value in json.loads(text, object_pairs_hook=unique_keys)]
-        else:
-            values = []
-            for line, row in enumerate(text.split("\n"), 1):
-                if row.strip():
-                    values.append((line, json.loads(row, object_pairs_hook=unique_keys)))
-    except (ValueError, RecursionError) as error:
-        raise UnreadableFile(f"{path}, line {line}", f"it is not JSON ({error})", fix) from None
-    for line, value in values:
-        if not isinstance(value, dict):
-            raise UnreadableFile(f"{path}, line {line}", "it is no JSON object", fix)
-    return table_of(path, [value for _, value in values], [line for line, _ in values])
+    text, fix = read_text(path), "Write one JSON object a line, as datasets' to_json does"
+    is_list = text.lstrip().startswith("[")
+
+    def parse(part: str, line: int) -> Any:
+        """The JSON value in a part of the file that begins at this line."""
+        try:
+            return json.loads(part, object_pairs_hook=unique_keys)
+        except json.JSONDecodeError as error:
+            where, fault = f"{path}, line {line + error.lineno - 1}", f"{error.msg}, column {error.colno}"
+        except (ValueError, RecursionError) as error:
+            where, fault = str(path) if is_list else f"{path}, line {line}", str(error)
+        raise UnreadableFile(where, f"it is not JSON ({fault})", fix)
+
+    if is_list:
+        rows, lines = parse(text, 1), []
+    else:
+        parts = [(line, part) for line, part in enumerate(text.split("\n"), 1) if part.strip()]
+        rows, lines = [parse(part, line) for line, part in parts], [line for line, _ in parts]
+    for n, row in enumerate(rows):
+        if not isinstance(row, dict):
+            where = f"{path}, line {lines[n]}" if lines else f"{path}, row {n + 1}"
+            raise UnreadableFile(where, "it is no JSON object", fix)
+    return table_of(path, rows, lines)
 
 
 def read_parquet_table(path: Path, problems: Problems) -> Table:

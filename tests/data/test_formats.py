@@ -77,9 +77,13 @@ PAID = '{"user": "a", "reward_action_0": 1, "reward_action_1": '
 SHORT = PAID + '2}\n{"user": "b", "reward_action_0": 1}'
 REFUSED = [
     ("d.jsonl", '{"user": "a"}\n{"user": \n', "d.jsonl, line 2: it is not JSON"),
-    ("d.jsonl", '[{"user": "a"}, 3]', "d.jsonl, line 1: it is no JSON object"),
+    ("d.jsonl", '{"user": "a"}\n\n{"user" "b"}', "d.jsonl, line 3: it is not JSON (Expecting ':' delimiter, column 9)"),
+    ("d.json", '[{"user": "a"},\n{"user" "b"}]', "d.json, line 2: it is not JSON (Expecting ':' delimiter, column 9)"),
+    ("d.jsonl", '[\n{"user": "a"},\n3]', "d.jsonl, row 2: it is no JSON object"),
+    ("d.jsonl", '{"user": "a"}\n\n3', "d.jsonl, line 3: it is no JSON object"),
     ("d.jsonl", '{"user": "a"}\n{"user": "a", "user": "b"}', "d.jsonl, line 2: it is not JSON (the key 'user' stands"),
-    ("d.json", '[{"user": "a", " user": "b"}]', "the key 'user' stands there twice"),
+    ("d.json", '[\n{"user": "a", " user": "b"}]', "d.json: it is not JSON (the key 'user' stands there twice"),
+    ("d.json", '[{"user": "a"},\n{"user": 3}]', "d.json, row 2, column user: 3 is not text"),
     ("d.jsonl", '{"prompt": "a", "csv_prompt": "b"}', "get the column prompt as csv_prompt, and there is a column"),
     ("d.jsonl", '{"user": ' + "[" * 10_000, "d.jsonl, line 1: it is not JSON"),
     ("d.jsonl", PAID + "1" + "0" * 400 + "}", "0 is not a finite number"),
