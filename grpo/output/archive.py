@@ -133,9 +133,10 @@ def write_zip(folder: Path, contents: str = "all") -> Path:
         zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive,
     ):
         for path in sorted(folder.rglob("*"), key=lambda path: (not path.is_relative_to(folder / BEST), path)):
-            if path.is_symlink() or not path.is_file() or path.suffix in (*PICKLES, ".tmp"):
+            if path.is_symlink() or not path.is_file() or path.suffix in PICKLES:
                 continue
-            if not is_zipped(path.relative_to(folder), contents):
+            inside = path.relative_to(folder)
+            if any(part.endswith(".tmp") for part in inside.parts) or not is_zipped(inside, contents):
                 continue
             if not os.access(path, os.R_OK):
                 log.warning("the zip lacks %s, which cannot be read", path)

@@ -42,6 +42,9 @@ def test_nothing_from_outside_and_no_pickle_is_taken(folder, tmp_path):
     for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth", "half.tmp"):
         (folder / "checkpoint-2" / name).write_bytes(pickle.dumps(name))
     (folder / "checkpoint-2" / "adapter_model.safetensors").write_text("weights")
+    for name in ("best.tmp", "adapter.tmp"):  # An error or a second Ctrl-C came while an adapter was written.
+        (folder / name).mkdir()
+        (folder / name / "adapter_model.safetensors").write_text("weig")
     for name in ("metrics.csv", "settings.json"):
         os.utime(folder / name, (0, 0))  # A zip knows no date before 1980.
     inside = unzipped(folder)
