@@ -105,7 +105,8 @@ def as_csv(answers: Sequence[dict[str, Any]]) -> str:
     """The answers as a CSV. Lists and objects, which JSON lines and Parquet may hold, are written as pandas writes
     them, and lone surrogates, which UTF-8 cannot encode, as escapes."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, answers[0])
+    # Only some rows may have an answer in `extra_info`, which becomes a column.
+    writer = csv.DictWriter(text, dict.fromkeys(name for answer in answers for name in answer))
     writer.writeheader()
     writer.writerows(answers)
     return text.getvalue().encode("utf-8", "backslashreplace").decode()

@@ -145,6 +145,13 @@ def test_messages_are_written_so_that_they_can_be_read(adapter, tmp_path, capsys
     assert row["prompt"] == str(talk) and row["half"] == "\\ud800"
 
 
+def test_rows_may_have_different_columns(adapter, tmp_path, capsys):
+    """The answer that verl keeps in `extra_info` becomes a column of the rows that have one."""
+    questions = tmp_path / "asked.jsonl"
+    questions.write_text('{"prompt": "hi"}\n{"prompt": "ho", "extra_info": {"answer": "3"}}\n')
+    assert [row["answer"] for row in answers_of(capsys, adapter, questions)] == ["", "3"]
+
+
 def test_columns_of_the_file_are_not_overwritten(adapter, tmp_path, capsys):
     """An `action` of the file keeps its name where the answers have none."""
     header = ["prompt", "completion", "action"]
