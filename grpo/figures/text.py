@@ -37,10 +37,10 @@ def with_interval(figures: Mapping[str, object], name: str, digits: str = ".3f",
 def plain(value: float) -> str:
     """A figure with six digits, without an exponent where it is large: a reward may be money.
 
-    >>> plain(-0.12345678), plain(-1999870.0), plain(-0.0)
-    ('-0.123457', '-1,999,870', '0')
+    >>> plain(-0.12345678), plain(-1999870.0), plain(-0.0), plain(999999.7)
+    ('-0.123457', '-1,999,870', '0', '1,000,000')
     """
-    return f"{value + 0.0:.6g}" if abs(value) < 1e6 else f"{value:,.0f}"
+    return f"{value + 0.0:.6g}" if abs(value) < 999_999.5 else f"{value:,.0f}"
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
