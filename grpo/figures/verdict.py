@@ -110,6 +110,8 @@ def reward_verdict(evaluation: Mapping[str, Any]) -> str:
     if not before or not after:
         return "Held-out prompts were not evaluated before and after training: the run goes on, or evaluates none."
     old, new = finite_number(before.get("reward")), finite_number(after.get("reward"))
+    if unknown := [when for when, reward in (("before", old), ("after", new)) if math.isnan(reward)]:
+        return f"No answer to a held-out prompt got a reward {' and '.join(unknown)} training: nothing can be compared."
     change = {"reward": new - old} | object_at(evaluation, "difference")
     clause = verdict(reward_comparisons(evaluation))
     difference = with_interval(change, "reward", "+.3f", "95% interval ")

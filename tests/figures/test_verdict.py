@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.figures.verdict import BASE, Comparison, compare, obstacle, verdict
+from grpo.figures.verdict import BASE, Comparison, compare, obstacle, reward_verdict, verdict
 
 CONSTANT, RULE = "always [0], the best constant action", "the best fixed rule, charge_when_clean"
 OUTCOMES = [  # low, high, clusters, outcome, reason
@@ -75,3 +75,11 @@ def test_an_interval_over_few_clusters_says_so(low, clusters, words):
     clause, separator, caveat = verdict(comparisons).partition("; ")
     assert (separator + caveat).startswith(words) and bool(caveat) is bool(words) and ";" not in caveat
     assert ("is better than" in clause) is (low is not None)
+
+
+def test_a_model_whose_answers_got_no_reward_is_not_compared():
+    """Every function returned None for all of its answers."""
+    figures = {"before": {"reward": 0.5}, "after": {"reward": None}}
+    assert reward_verdict(figures).startswith("No answer to a held-out prompt got a reward after training")
+    figures["before"]["reward"] = None
+    assert "a reward before and after training" in reward_verdict(figures)
