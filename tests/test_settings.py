@@ -151,6 +151,13 @@ def test_every_default_survives_being_written_out_and_read_back(name):
             assert parse_value(name, show(value)) == value
 
 
+@pytest.mark.parametrize("text", ["-1234567.8", "-1509.798", "0.000123456789", "1e-7", "nan", "1e12"])
+def test_a_number_of_many_digits_is_shown_whole(text):
+    """evaluate.py takes an adapter's settings from their text, and run.env starts the same run again."""
+    assert str(parse_value("INVALID_REWARD", show(float(text)))) == str(float(text))
+    assert show(0.9) == "0.9" and show(4.0) == "4" and show(True) == "1"
+
+
 def test_help_names_every_setting_and_that_of_every_script_fits_the_screen():
     """In 100 columns, but for commands. argparse knows the width of its own part from COLUMNS."""
     code = """

@@ -19,10 +19,13 @@ MAY_CHANGE = {name for name, spec in FIELDS.items() if spec.metadata.get("resume
 
 
 def show(value: Value) -> str:
-    """A setting's value as a user would write it: `auto` for None, 1 and 0 for booleans."""
+    """A setting's value as a user would write it: `auto` for None, 1 and 0 for booleans. Reading it gives the same."""
     if value is None:
         return "auto"
-    return f"{value:g}" if isinstance(value, (float, bool)) else str(value)
+    if not isinstance(value, (float, bool)):
+        return str(value)
+    short = f"{value:g}"
+    return short if float(short) == value else str(value)
 
 
 def accepted_words(name: str) -> tuple[str, ...]:
