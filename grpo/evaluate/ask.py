@@ -17,7 +17,7 @@ from grpo.data.files import REWARD_COLUMN, Row, in_template, read_file, read_mes
 from grpo.data.heldout import Split
 from grpo.data.prepare import Tools, prepare_rows
 from grpo.evaluate.models import EvaluatedModel, start_model
-from grpo.evaluate.saved_adapter import check_model, load_run_settings
+from grpo.evaluate.saved_adapter import check_model, load_run_settings, strange_environment
 from grpo.harmony import ASSISTANT, assistant_turn, parse_action
 from grpo.output.durable import read_json
 from grpo.plan.engine_memory import vllm_rank
@@ -49,6 +49,8 @@ def prepare(options: argparse.Namespace) -> tuple[Settings, ModelFiles, list[Row
     """(settings of the adapter's run, its base model's files, rendered prompts, the tools of its ENVIRONMENT) by
     `options`. Raises InputError."""
     s, problems = load_run_settings(options.adapter, MODEL_ID=options.model)
+    if fault := strange_environment(options.adapter, s):
+        raise InputError(*problems, fault)
     # --serve only prints commands, which may run on another machine with a GPU.
     machine = Machine(gpus=1) if options.serve else read_machine()
     files = check_model(s, options.adapter, machine, problems)

@@ -18,9 +18,14 @@ from grpo.data.prepare import prepare_rows
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, new_results
 from grpo.evaluate.heldout_table import evaluation_table
 from grpo.evaluate.models import ModelResponder, start_model
-from grpo.evaluate.saved_adapter import check_model, load_run_settings, run_folders, run_record
+from grpo.evaluate.saved_adapter import (
+    check_model,
+    load_run_settings,
+    run_record,
+    strange_code,
+    strange_environment,
+)
 from grpo.output.durable import check_writable, write_named
-from grpo.output.layout import SETTINGS
 from grpo.plan.hub import ModelFiles, count_parameters
 from grpo.plan.machine import Machine, installed_versions, read_machine
 from grpo.plan.vllm_model import vllm_faults
@@ -47,19 +52,10 @@ def read_settings(options: argparse.Namespace) -> tuple[Settings, Problems]:
 
 
 def strange_rewards(options: argparse.Namespace, text: str) -> str | None:
-    """Why the REWARDS that the adapter's record names, `text`, must not be loaded: their module would come from the
-    folder of the adapter, and whoever made that is not asked to run code here. None for others and for those that the
-    user names."""
-    if options.run is None or options.rewards or os.environ.get("REWARDS"):
+    """`strange_code` of REWARDS, `text`, unless the user has named any."""
+    if options.rewards or os.environ.get("REWARDS"):
         return None
-    folders = [folder.resolve() for folder in run_folders(options.run) if (folder / SETTINGS).exists()]
-    for part in split_commas(text):
-        module, colon, _ = part.partition("=")[0].strip().partition(":")
-        source = Path(*module.split(".")).resolve()
-        if colon and any(source.is_relative_to(folder) for folder in folders):
-            fault = f"{part} of its settings.json is a module in the adapter's own folder"
-            return f"{options.run}: {fault}. If you trust that code, give --rewards {shlex.quote(text)}"
-    return None
+    return strange_code(options.run, "REWARDS", text, f"give --rewards {shlex.quote(text)}")
 
 
 def trained_rows(options: argparse.Namespace, s: Settings, rows: Sequence[Row]) -> int:
@@ -159,7 +155,7 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
         rows, path = split.heldout, output_path(options, "heldout", problems)
         if not rows:
             problems.add("held-out rows", split.reason, "Name the rows to score: --data FILE")
-    if fault := strange_rewards(options, s.REWARDS or ""):
+    if fault := strange_rewards(options, s.REWARDS or "") or strange_environment(options.run, s):
         raise InputError(*problems, fault)
     environment = read_environment(s, problems)
     tools = environment.tools if environment else ()

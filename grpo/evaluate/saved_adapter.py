@@ -2,11 +2,12 @@
 """Reads and checks the adapter that a command line names: its files, its base model's, and the settings of its run."""
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo.common import Problems, one_line
+from grpo.common import Problems, one_line, split_commas
 from grpo.figures.text import object_at
 from grpo.output.best import adapter_fault, read_best
 from grpo.output.durable import Record, file_sha256, read_json
@@ -89,6 +90,28 @@ def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Sett
     if fault:
         problems.add(str(adapter), fault, "Name the folder of a run that has ended, its best/, or a checkpoint")
     return settings, problems
+
+
+def strange_code(adapter: Path | None, setting: str, text: str, remedy: str) -> str | None:
+    """Why the code that the adapter's settings.json names in a `setting`, whose value is `text`, must not be loaded:
+    its module would come from the folder of the adapter, and whoever made that is not asked to run code here. None for
+    other modules. `remedy`: how the user may ask for it."""
+    folders = [folder.resolve() for folder in run_folders(adapter) if (folder / SETTINGS).exists()]
+    for part in split_commas(text):
+        module, colon, _ = part.partition("=")[0].strip().partition(":")
+        source = Path(*module.split(".")).resolve()
+        if colon and any(source.is_relative_to(folder) for folder in folders):
+            fault = f"{setting}: {part} of its settings.json is a module in the adapter's own folder"
+            return f"{adapter}: {fault}. If you trust that code, {remedy}"
+    return None
+
+
+def strange_environment(adapter: Path | None, settings: Settings) -> str | None:
+    """`strange_code` of the run's ENVIRONMENT, unless the user has set the same one."""
+    name = settings.ENVIRONMENT
+    if name == os.environ.get("ENVIRONMENT"):
+        return None
+    return strange_code(adapter, "ENVIRONMENT", name, f"set ENVIRONMENT={shlex.quote(name)}")
 
 
 def note_best(adapter: Path) -> None:

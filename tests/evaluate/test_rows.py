@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import ask
 import evaluate as ev
 import pytest
 from helpers import ROOT, read_csv, run_script, write_csv
@@ -247,6 +248,28 @@ def test_a_strangers_module_is_not_imported(saved_adapter, tmp_path, monkeypatch
     assert not {"stranger", "adapter", "adapter.stranger"} & (set(sys.modules) - before)
     options = ev.parse_args([named, "--data", str(data), "--rewards", name])
     assert evaluate_adapter.strange_rewards(options, name) is None
+
+
+def test_a_strangers_environment_is_not_imported(saved_adapter, tmp_path, monkeypatch):
+    """Neither to evaluate nor to ask, unless the user sets the same ENVIRONMENT. It runs in a process of its own."""
+    folder = shutil.copytree(saved_adapter, tmp_path / "adapter")
+    (folder / "stranger.py").write_text("open('imported', 'w').close()\n")
+    recorded = {"MODEL_ID": "tiny", "ENVIRONMENT": "stranger:World"}
+    (folder / "settings.json").write_text(json.dumps({"settings": recorded}))
+    data = write_csv(tmp_path / "d.csv", ["prompt"], [["Rain?"]])
+    monkeypatch.chdir(folder)
+    for program, arguments in ((ev, [".", "--data", str(data)]), (ask, [".", "Rain?"])):
+        words = (
+            "ENVIRONMENT: stranger:World of its settings.json is a module in .* code, set ENVIRONMENT=stranger:World"
+        )
+        with monkeypatch.context() as patch, pytest.raises(InputError, match=words):
+            patch.setenv("ENVIRONMENT", "other:World")
+            program.main(arguments)
+        assert not (folder / "imported").exists()
+        with monkeypatch.context() as patch, pytest.raises(InputError, match="has no attribute 'World'"):
+            patch.setenv("ENVIRONMENT", "stranger:World")
+            program.main(arguments)
+        (folder / "imported").unlink()
 
 
 def test_figures_that_a_full_disk_does_not_take_are_printed(capsys):
