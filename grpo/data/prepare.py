@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo.common import InputError, Problems, format_exception
+from grpo.common import InputError, Problems, format_exception, is_text
 from grpo.data.files import Row
 from grpo.data.formats import Cell
 from grpo.data.heldout import Split
@@ -80,6 +80,8 @@ def render_row(settings: Settings, row: Row, template: str | None, tools: Tools 
             fault = f"its chat template fails on {where} ({format_exception(error)})"
             fix = "Download the model again, or write what its template takes"
             raise UnpreparedPrompt(model, fault, fix) from None
+    if not is_text(prompt):  # An argument of the template, or a prompt from a command line.
+        raise UnpreparedPrompt(where, "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8")
     if settings.DIRECT_ANSWERS:
         try:
             prompt = open_answer(prompt)

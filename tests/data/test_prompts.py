@@ -95,6 +95,7 @@ MISTAKEN = [  # columns of a row, part of the problem
     ({"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "high"}, "has another reasoning_effort"),
     ({"tools": TOOL}, "is not a list of functions as JSON schemas"),
     ({"tools": [{**TOOL, "function": {**TOOL["function"], "description": "<|end|>"}}]}, "holds <|end|>, which ends"),
+    ({"chat_template_kwargs": {"model_identity": "\ud800"}}, "d.csv, row 3: the prompt holds half a character"),
     ({"tools": ["weather"]}, "its chat template fails on d.csv, row 3"),
 ]
 
