@@ -313,6 +313,18 @@ def test_effect_problem(share, error, words):
     assert problem is None if words is None else words in problem
 
 
+def test_rounding_on_both_sides_is_no_missing_share():
+    generator = torch.Generator().manual_seed(0)
+    for share in (1.0, 0.9):
+        effect, shares = torch.randn(4000, generator=generator).double(), []
+        for _ in range(100):
+            trainer, engine, without = torch.randn(3, 4000, generator=generator, dtype=torch.float64) * 0.3
+            shown = effect + trainer - without
+            shares.append(effect_share(share * effect + engine - (effect + trainer), shown)[0])
+        # In the direction of the trainer's effect alone the right model would show 0.93.
+        assert statistics.fmean(shares) == pytest.approx(share, abs=0.003 if share == 1 else 0.015)
+
+
 def test_the_share_of_an_effect_is_that_which_was_taken_within_its_standard_error():
     generator = torch.Generator().manual_seed(0)
     effect, shares, errors = torch.randn(400, generator=generator), [], []
