@@ -16,6 +16,7 @@ Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from grpo.process.ending import run_script
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("adapter", nargs="?", type=Path, metavar="RUN_OR_ADAPTER", help="folder of the adapter")
+    parser.add_argument("adapter", nargs="?", metavar="RUN_OR_ADAPTER", help="folder of the adapter")
     parser.add_argument("prompt", nargs="?", help="the user's message, or a conversation rendered in Harmony")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message to go with it")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="prompts in a file like DATA's, instead of one prompt")
@@ -38,8 +39,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", action="store_true", help="ask the base model, without the adapter")
     parser.add_argument("--serve", action="store_true", help="print how to serve it with vLLM, and start nothing")
     args = parser.parse_intermixed_args(argv)  # the prompt may also come after options
-    if args.model and args.adapter and args.prompt is None and not args.adapter.is_dir():
-        args.adapter, args.prompt = None, str(args.adapter)  # `--model` alone names what is asked.
+    if args.model and args.adapter and args.prompt is None and not os.path.isdir(args.adapter):
+        args.adapter, args.prompt = None, args.adapter  # `--model` alone names what is asked.
+    args.adapter = None if args.adapter is None else Path(args.adapter)
     if args.adapter is None and not args.model:
         parser.error("name the folder of an adapter, or a model with --model")
     if bool(args.csv) + (args.prompt is not None) + (args.serve and args.prompt is None) != 1:

@@ -199,6 +199,9 @@ def test_a_command_line_asks_for_one_thing():
     for arguments in ([], ["hello", "--csv", "a.csv"], ["--csv", "a.csv", "--serve"]):
         with pytest.raises(SystemExit, match="2"):
             ask.parse_args(["run", *arguments])
+    for prompt in ("Is 7//2 = 3? See https://example.org/", "x" * 5000):
+        args = ask.parse_args(["--model", "tiny", prompt])
+        assert (args.adapter, args.prompt) == (None, prompt), "no path, which would lose slashes, or be too long"
 
 
 def test_a_model_without_an_adapter(saved_adapter, capsys, tmp_path):
