@@ -65,6 +65,11 @@ def is_text(text: str) -> bool:
         return False
 
 
+def without_surrogates(text: str) -> str:
+    """The text with U+FFFD for each lone surrogate: neither UTF-8 nor a tokenizer takes them."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
 def path_fault(path: str | Path) -> str | None:
     """Why there can be no file at `path`; None if there can be one, even if it does not exist yet."""
     try:

@@ -72,6 +72,11 @@ class Rough(Sum):
         raise SystemExit(1)
 
 
+class HalfCharacter(Sum):
+    def reset(self, **columns):
+        raise ValueError("no file days\udcff.csv")
+
+
 class IntReset(Sum):
     def reset(self, **columns):
         return 3

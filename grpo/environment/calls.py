@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from grpo.common import without_surrogates
 from grpo.harmony import ASSISTANT
 
 SPECIAL = ("start", "channel", "message", "end", "return", "call")  # The special tokens that structure a turn.
@@ -100,8 +101,9 @@ def shown_calls(value: object, names: Sequence[str]) -> list[str]:
 
 
 def without_tokens(text: str) -> str:
-    """The text with `<|name|>` written as `< |name|>`: no tool and no prompt may end a message or begin another."""
-    return _BEGIN_OF_TOKEN.sub("< |", text)
+    """The text with `<|name|>` written as `< |name|>`: no tool and no prompt may end a message or begin another. Half a
+    character is replaced too: a model writes one as `\\ud83d` into a call, and the tool repeats it."""
+    return _BEGIN_OF_TOKEN.sub("< |", without_surrogates(text))
 
 
 def error_text(fault: str) -> str:

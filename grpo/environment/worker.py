@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from grpo.common import format_exception, one_line, text_of
+from grpo.common import format_exception, one_line, text_of, without_surrogates
 from grpo.environment.calls import TOOL_NAME
 from grpo.process.child import end_with_parent
 from grpo.reward.loading import load_object
@@ -194,7 +194,7 @@ def serve(connection: Connection, name: str) -> None:
                 answer = getattr(host, method)(*arguments)
         except BaseException as error:  # A user's code may raise anything, SystemExit included.
             text = str(error) if isinstance(error, EnvironmentFault) else f"{method} raised {format_exception(error)}"
-            answer = Reply(failed=text)
+            answer = Reply(failed=without_surrogates(text))  # It is written to completions.csv.
         if os.getpid() != process:
             os._exit(1)
         try:

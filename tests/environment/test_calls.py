@@ -101,6 +101,13 @@ def test_text_of_a_tool_holds_no_token():
     assert not any(token in SPECIAL_IDS.values() for token in TOKENIZER.encode(text).ids)
 
 
+def test_half_a_character_of_a_call_can_be_a_result():
+    call = read('<|channel|>commentary to=functions.run<|message|>{"level": "\\ud83d"}<|call|>')
+    assert call.arguments == {"level": "\ud83d"}
+    text = without_tokens(error_text(f"no level {call.arguments['level']}"))
+    assert text == '{"error": "no level \ufffd"}' and TOKENIZER.encode(text).ids
+
+
 def test_a_tokenizer_without_harmony_is_named():
     with pytest.raises(ValueError, match=r"no <\|start\|>, <\|channel\|>"):
         special_ids(lambda token: None)

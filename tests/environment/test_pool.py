@@ -133,13 +133,14 @@ def test_a_class_that_cannot_be_used_is_refused(name):
 
 @pytest.mark.parametrize(("name", "request_", "failure"), [
     ("IntReset", ("reset", {}), r"reset returned 3 (int), neither text nor None"),
+    ("HalfCharacter", ("reset", {}), "reset raised ValueError: no file days\ufffd.csv"),
     ("TextReward", ("finish", False), "get_reward returned 'good', neither a finite number"),
     ("Late", ("finish", False), TIMED_OUT),
 ])  # fmt: skip
 def test_what_an_environment_returns_is_checked(pool_of, name, request_, failure):
     pool = pool_of(name)
     environment = pool.take()
-    if name != "IntReset":
+    if request_[0] != "reset":
         ask(pool, environment, "reset", {})
     assert ask(pool, environment, *request_, timeout=0.3 if name == "Late" else None).failed.startswith(failure)
 
