@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from grpo.common import InputError
+from grpo.common import ROOT, InputError
 from grpo.environment.worker import Description, Reply, serve
 
 TIMED_OUT, DIED = "it gave no answer in ENV_TIMEOUT", "its process ended"
@@ -78,6 +78,20 @@ def without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+@contextlib.contextmanager
+def with_project_on_path() -> Iterator[None]:
+    """Inside the block a new fork server can import this project wherever the program was started. Before Python 3.12.8
+    and 3.13.1 it ignores `sys.path`, and passes over what it cannot import without a word
+    (https://github.com/python/cpython/issues/117378)."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (before, str(ROOT))))
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        os.environ.update({} if before is None else {"PYTHONPATH": before})
+
+
 def describe_environment(name: str, timeout: float) -> Description:
     """What the class `name` offers, read in a process of its own. Raises InputError with the fault."""
     environment = spawn("spawn", name)
@@ -116,7 +130,8 @@ class EnvironmentPool:
         # The first one is named, because importing it here would let this process ignore its signals.
         modules = ["grpo.environment.unsignalled", serve.__module__, self.name.partition(":")[0]]
         multiprocessing.set_forkserver_preload(modules)
-        environment = spawn("forkserver", self.name)
+        with with_project_on_path():
+            environment = spawn("forkserver", self.name)
         self.all.add(environment)
         return environment
 

@@ -4,6 +4,8 @@
 import os
 import pickle
 import re
+import subprocess
+import sys
 import time
 from multiprocessing import forkserver
 
@@ -66,6 +68,42 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_environment(pool_of):
     assert ask(pool, environment, "call", "add", {"number": 1}).text == "total 1"
     program = pool_of("Rough").take()
     assert ask(pool, program, "call", "end_program", {}).text == "-15"
+
+
+FROM_ELSEWHERE = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+from grpo.environment.pool import EnvironmentPool
+pool = EnvironmentPool("world:World", 20)
+for request in (("reset", {}), ("call", "parent", {})):
+    if request[0] == "reset":
+        environment = pool.take()
+    else:
+        os.kill(environment.process.pid, signal.SIGTERM)
+        time.sleep(0.3)
+    environment.ask(20, *request)
+    ((_, reply),) = pool.replies([environment], block=True)
+    print(reply.failed or reply.text)
+print("PYTHONPATH" in os.environ)
+"""
+WORLD = """
+import os
+IMPORTED_BY = os.getpid()
+class World:
+    def reset(self):
+        return "begun"
+    def parent(self):
+        return str(IMPORTED_BY == os.getppid())
+"""
+
+
+def test_the_process_that_forks_them_imports_everything_wherever_the_program_starts(tmp_path):
+    """Before Python 3.12.8 it did not in another folder than the project's, and a signal then ended environments."""
+    (tmp_path / "world.py").write_text(WORLD)
+    command = [sys.executable, "-c", FROM_ELSEWHERE, str(ROOT)]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["begun", "True", "False"], done.stdout + done.stderr
 
 
 FAILURES = [("leave", {}, DIED), ("stop", {}, "call raised SystemExit: 1"), ("wait", {"seconds": 60}, TIMED_OUT)]
