@@ -11,7 +11,7 @@ from grpo.plan.hub import ModelConfig
 # The modules that PEFT's `all-linear` adapts in a gpt-oss. Its router and experts are raw parameters, not modules.
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-EXPERTS_WORD = re.compile(r"(?:([0-9]{1,4})\.)?experts")  # `experts` of every layer, `7.experts` of one.
+EXPERTS_WORD = re.compile(r"(?:(0|[1-9][0-9]{0,3})\.)?experts")  # `experts` of every layer, `7.experts` of one.
 UNKNOWN_LAYERS = 100  # The number of layers that checks assume if there is no config.json.
 # The experts' module in an adapter, by parameter: PEFT adapts the second one in a wrapper around that of the first.
 STEMS = {"gate_up_proj": "mlp.experts.base_layer", "down_proj": "mlp.experts"}

@@ -4,7 +4,9 @@
 import random
 
 import pytest
+from machines import only
 
+from grpo.common import Problems
 from grpo.plan import targets
 from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.targets import EXPERT_PARAMETERS, LINEAR_MODULES, shortest_targets, target_matrices
@@ -20,6 +22,13 @@ def test_what_words_match_in_gpt_oss_20b(words, count, parameters):
     assert (len(matrices), targets.adapter_parameters(REAL_CONFIG, 4, matrices)) == (count, parameters)
     shapes = targets.expected_shapes(REAL_CONFIG, 4, words)
     assert {targets.matrix_of(name) for name in shapes} == matrices and len(shapes) == 2 * count
+
+
+def test_a_layer_is_written_as_peft_looks_for_it():
+    """PEFT only warns of a name that it does not find, and would train no expert."""
+    problems = Problems()
+    targets.check_targets("all-linear,07.experts,0.experts", REAL_CONFIG, problems)
+    assert only(problems).startswith("LORA_TARGETS: '07.experts' is nothing in gpt-oss that takes an adapter")
 
 
 def test_any_choice_has_a_name():
