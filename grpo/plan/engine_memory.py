@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from grpo.plan.hub import ModelConfig, checkpoint_gib, has_mxfp4, packed_gib
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import EXPERT_PARAMETERS, adapter_parameters, expert_words
+from grpo.plan.vllm_model import vllm_sliding_layers
 from grpo.settings.table import Settings
 
 KV_BLOCK = 16  # Tokens per block of vLLM's key-value cache.
@@ -76,10 +77,11 @@ def plan_engine(
     The cache should hold a whole rollout. vLLM groups the layers into full and sliding ones, and both groups take
     blocks of KV_BLOCK tokens from one pool (vllm/v1/core/kv_cache_utils.py). The completions of a prompt share the
     blocks that it fills; a sliding layer keeps its window and the tokens of two prefill steps."""
-    kinds = config.get("layer_types") or ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)
-    layers = max(kinds.count("full_attention"), kinds.count("sliding_attention"), 1)
+    sliding = vllm_sliding_layers(config)
+    layers = max(sum(sliding), len(sliding) - sum(sliding))
     block_gib = layers * KV_BLOCK * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 / GIB
-    window, length = config.get("sliding_window") or 0, prompt_len + settings.MAX_COMPLETION_LEN
+    length = prompt_len + settings.MAX_COMPLETION_LEN
+    window = config.get("sliding_window") or length
     # Rounded up, because max_model_len is part of vLLM's compile cache key: similar prompts should not recompile.
     longest = max(length, min(-(-length // 1024) * 1024, config.get("max_position_embeddings", length)))
     # Numbers of blocks: of a prompt with its completion, of the prompt alone, of a sliding layer, of two prefill steps.

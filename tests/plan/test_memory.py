@@ -56,6 +56,17 @@ def test_a_process_needs_2_gib_beside_what_its_engine_keeps_in_host_memory():
         assert short.endswith(f"{needed - 0.01:.1f} GiB are free")
 
 
+def test_the_cache_counts_layers_and_window_as_vllm_does():
+    """Without `layer_types` the even layers have the window, the last of an odd number too; 0 or null is no window."""
+    three = REAL_CONFIG | {"num_hidden_layers": 3}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    listed = plan(config=three | {"layer_types": kinds}, **BESIDE_VLLM).engine
+    assert plan(config=three, **BESIDE_VLLM).engine == listed
+    endless = plan(config=REAL_CONFIG | {"sliding_window": 10**6}, **BESIDE_VLLM).engine
+    for window in (0, None):
+        assert plan(config=REAL_CONFIG | {"sliding_window": window}, **BESIDE_VLLM).engine == endless
+
+
 LONG_LAYERS = [  # Free GiB, EXPERTS, tokens of a completion; tokens of a layer's chunk, GiB of its inputs on the host.
     (22.0, "shared", 4000, 0, 0),
     (22.0, "shared", 8192, memory.LAYER_CHUNK, 0),
