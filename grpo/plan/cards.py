@@ -2,6 +2,7 @@
 """Cards that one can rent or own: what the plan of a run and its time need to know of them, for `--check --card` and
 for the README's table."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -72,10 +73,15 @@ def find_card(name: str) -> str:
 
 
 def rented_machine(text: str) -> Machine:
-    """A machine with the card that `text` names, which is not here. Raises InputError for an unknown one."""
+    """A machine with the card that `text` names, which is not here. Raises InputError for an unknown one, and for one
+    with less memory, such as an A100 of 40 GB."""
     if not (name := find_card(text)):
         raise InputError(f"--card {text}: unknown. Name one of {', '.join(NAMES)}")
     card = NAMES[name]
+    size = re.search(r"\b([0-9]{1,4}) ?GI?B?\b", text.upper().replace("_", " "))
+    if size and int(size[1]) < card.free:
+        fix = f"To plan for less, set GPU_MEM_LIMIT={int(size[1]) - 1} with --card {name}"
+        raise InputError(f"--card {text}: {name} stands for a card with {card.free:g} GiB free. {fix}")
     return Machine(name, 1, card.free, card.free, RAM, 16, card.arch, card.capability, is_planned=True)
 
 

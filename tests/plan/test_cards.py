@@ -38,6 +38,10 @@ def test_a_card_is_found_by_the_names_that_people_and_drivers_give_it():
     assert machine.is_planned and (machine.gpu, machine.gpu_free, machine.capability) == ("H200", 139.8, 9.0)
     with pytest.raises(InputError, match="--card T4: unknown. Name one of 4090, .*H100, GH200, H200"):
         cards.rented_machine("T4")
+    for name in (*names, "GH200 480GB", "H200 141GB", "RTX 4090 24G", "an L4 GPU", "A10 GPU"):
+        assert cards.rented_machine(name).gpu
+    with pytest.raises(InputError, match="A100 stands for a card with 78.6 GiB free. .*GPU_MEM_LIMIT=39 with --card"):
+        cards.rented_machine("NVIDIA A100-SXM4-40GB")
 
 
 def test_a_measured_step_is_told_as_it_was_and_others_between_the_measured_ones():
