@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import math
 import os
 import platform
@@ -88,18 +89,26 @@ TESTED = {
 TESTED_VLLM = {"vllm": ("0.26", "0.27")}  # Needed only where vLLM generates.
 
 
-def cgroup_free(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """GiB free below a container's memory limit (cgroup v2), reclaimable page cache included; inf without a limit.
-    psutil does not tell this: it reports the memory of the container's host."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        limit = int((root / "memory.max").read_text())  # ValueError for "max", which is no limit.
-        cached = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())["inactive_file"]
-        return max(0.0, (limit - int((root / "memory.current").read_text()) + int(cached)) / GIB)
-    return math.inf
+def cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """GiB free below the memory limit of a container, or of a job or service on its host (cgroup v2), reclaimable page
+    cache included; inf without a limit. psutil does not tell this: it reports the memory of the host. `own` names this
+    process's group, and each group above it may have a limit too; a container sees its own as the root."""
+    group = ""
+    with contextlib.suppress(OSError):
+        group = next((line[4:] for line in own.read_text().splitlines() if line.startswith("0::/")), "")
+    free = math.inf
+    for folder in (root, *(root / part for part in itertools.accumulate(Path(group).parts, os.path.join))):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            limit = int((folder / "memory.max").read_text())  # ValueError for "max", which is no limit.
+            cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())["inactive_file"]
+            free = min(free, max(0.0, (limit - int((folder / "memory.current").read_text()) + int(cached)) / GIB))
+    return free
 
 
 def read_machine() -> Machine:
-    """Read this machine's free memory, its cores, and its visible GPUs with nvidia-smi."""
+    """Read this machine's free memory, its cores, and its visible GPUs with nvidia-smi. CUDA counts these in the same
+    order from here on: by itself it begins with the fastest, and where there are two kinds of cards takes another."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     ram_free = 0.0
     with contextlib.suppress(ImportError):  # psutil comes with accelerate, whose absence `check_packages` reports.
         import psutil

@@ -2,6 +2,7 @@
 """The machine, its packages and trackers."""
 
 import math
+import os
 import types
 
 import psutil
@@ -16,11 +17,15 @@ from grpo.settings.table import Settings
 
 
 def test_the_gpu_that_nvidia_smi_shows(monkeypatch, claimed_gpu):
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     for name, value in claimed_gpu.items():
         monkeypatch.setenv(name, value)
     gpu = machine.read_machine()
     assert (gpu.gpu, gpu.gpus, gpu.capability) == ("NVIDIA H100 80GB HBM3", 1, 9.0)
     assert (gpu.gpu_total, gpu.gpu_free) == (81559 / 1024, 79.0)
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "CUDA's first card is nvidia-smi's first"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert machine.read_machine().gpu == gpu.gpu and os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert machine.read_machine().gpus == 0
 
@@ -55,6 +60,22 @@ def test_a_container_has_the_memory_of_its_limit(tmp_path, monkeypatch):
     for limit, free in ((1.0, 1.0), (math.inf, 2.0)):
         monkeypatch.setattr("grpo.plan.machine.cgroup_free", lambda limit=limit: limit)
         assert machine.read_machine().ram_free == free
+
+
+def test_a_job_has_the_memory_of_its_limit(tmp_path):
+    """As of Slurm, which limits the job, a step or both, and of systemd."""
+    own, step = tmp_path / "own", tmp_path / "system.slice/job_7/step_0"
+    own.write_text("1:name=old:/\n0::/system.slice/job_7/step_0/user\n")
+    step.mkdir(parents=True)
+    for folder, limit in ((step, "max"), (step.parent, 10 * 2**30)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{3 * 2**30}\n")
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {2**30}\n")
+    assert machine.cgroup_free(tmp_path, own) == 8.0
+    (step / "memory.max").write_text(f"{5 * 2**30}\n")
+    assert machine.cgroup_free(tmp_path, own) == 3.0
+    own.write_text("0::/../../elsewhere\n")
+    assert machine.cgroup_free(tmp_path, own) == math.inf, "of a container that sees its host's path"
 
 
 def test_packages():
