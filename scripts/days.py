@@ -59,7 +59,12 @@ def choose_heldout(ordered: Sequence[Path], heldout: Sequence[str], folder: Path
 def read_split(folder: Path, pattern: str, heldout: Sequence[str]) -> tuple[Profiles, Profiles]:
     """The profiles of a folder to train on, and those held out. `heldout` names files, or how many to hold out, the
     last by date; if it is empty, the last third, at least one. Raises InputError with every problem."""
-    paths = sorted(folder.glob(pattern))
+    try:
+        paths = sorted(folder.glob(pattern))
+    except (ValueError, NotImplementedError):  # Empty, or absolute.
+        raise InputError(f"--files {pattern!r}: name files of {folder}, such as '2025-*.csv'") from None
+    if commas := [path for path in paths if "," in str(path)]:
+        raise InputError(*(f"{path}: settings separate files by commas; rename it, or its folder" for path in commas))
     if not paths:
         raise InputError(f"{folder}: holds no profile ({pattern}); docs/plant.md says what one looks like")
     profiles = read_profiles(paths)
@@ -108,6 +113,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_args(argv)
+    if "," in str(options.out):
+        raise InputError(f"--out {options.out}: settings separate files by commas; name another folder")
     try:
         train, heldout = read_split(options.folder, options.files, options.heldout)
         settings = write_data(train, heldout, options.out / "data", "compact" if options.model == "tiny" else "full")

@@ -75,6 +75,9 @@ REFUSED = [  # What spoils the folder, options, and words of the answer.
         ["--heldout", "last.csv"],
         f"b.csv (to train on) and last.csv (held out) both have {DAYS_OF_B}; take",
     ),
+    (None, ["--files", "/abs/*.csv"], "--files '/abs/*.csv': name files of "),
+    (None, ["--out", "x,y"], "--out x,y: settings separate files by commas; name another folder"),
+    (lambda folder: (folder / "b.csv").rename(folder / "b,2.csv"), [], "b,2.csv: settings separate files by commas"),
     (ambiguous, [], "2 columns could be the load column ("),
 ]
 
