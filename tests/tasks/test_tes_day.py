@@ -72,8 +72,10 @@ def test_its_tool_is_described_and_takes_levels_alone():
     assert tool["function"]["name"] == "run" and list(tool["function"]["parameters"]["properties"]) == ["level"]
     day = Day()
     day.reset(**ROWS[0])
-    with pytest.raises(ValueError, match="from 0 to 3"):
-        day.run(4)
+    for level in (4, True, 1.5, "1", None):
+        with pytest.raises(ValueError, match="from 0 to 3"):
+            day.run(level)
+    assert day.run(2.0).startswith("Now 09:00")
     with pytest.raises(ValueError, match="3 numbers, not one for each of the 10"):
         day.reset(**ROWS[0] | {"load": "[1, 2, 3]"})
 

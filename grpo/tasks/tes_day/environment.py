@@ -70,9 +70,9 @@ class Day:
         Args:
             level: Output of the heat pump, from 0 (off) to 3 (full).
         """
-        if level not in range(len(PLANT.ratios)):
+        if isinstance(level, bool) or level not in range(len(PLANT.ratios)):
             raise ValueError(f"level is a whole number from 0 to {len(PLANT.ratios) - 1}")
-        reward, unserved = self._decide(level)
+        reward, unserved = self._decide(int(level))  # JSON knows one kind of numbers: a model may write 2.0.
         self.step_rewards.append(reward)
         text = "The day is over." if self.done else self._state()
         return f"{text} {unserved:.0f} kWh of the load were not served." if unserved else text
