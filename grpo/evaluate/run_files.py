@@ -4,7 +4,6 @@
 import functools
 import io
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +12,7 @@ from typing import Any
 
 import pandas
 
-from grpo.common import InputError, Problems, printable, split_commas
+from grpo.common import InputError, Problems, printable, split_commas, without_surrogates
 from grpo.data.files import data_fingerprint, in_template, read_rows
 from grpo.data.formats import is_dataset
 from grpo.data.heldout import hold_out
@@ -69,7 +68,7 @@ def excerpt(text: str) -> str:
     excess = len(text) - HEAD - TAIL
     if excess > 0:
         text = f"{text[:HEAD]}\n[... {excess:,} characters left out ...]\n{text[-TAIL:]}"
-    return re.sub(r"[\ud800-\udfff]", "\ufffd", printable(text))
+    return without_surrogates(printable(text))
 
 
 def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
