@@ -14,6 +14,7 @@ from grpo.common import InputError
 # and vLLM each see one process with one GPU, and none of them shards or wraps the model.
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_")
+LAUNCHERS = "torchrun or `accelerate launch`"
 
 
 @dataclass
@@ -39,7 +40,11 @@ def read_launch(environ: MutableMapping[str, str]) -> Launch:
     """Reads and removes the launcher's variables. CUDA_VISIBLE_DEVICES then names this process's GPU (none where there
     are too few), so torch must not have used CUDA yet. All ranks but 0 print nothing from here on. Raises InputError
     for processes that cannot be one run."""
-    if not all(environ.get(name) for name in LAUNCH_VARIABLES):
+    if missing := [name for name in LAUNCH_VARIABLES if not environ.get(name)]:
+        world = environ.get("WORLD_SIZE", "")  # Kubeflow and mpirun's wrappers set it without all of the others.
+        if world.isdecimal() and int(world) > 1:
+            fault = f"is set without {', '.join(missing)}: each of {world} processes would train alone"
+            raise InputError(f"WORLD_SIZE={world} {fault}. Start them with {LAUNCHERS}, or unset WORLD_SIZE")
         return Launch()
     names = (*LAUNCH_VARIABLES[:4], "MASTER_PORT")
     try:
@@ -50,8 +55,7 @@ def read_launch(environ: MutableMapping[str, str]) -> Launch:
         numbers = ", ".join(f"{name}={environ[name]}" for name in LAUNCH_VARIABLES[:4])
         raise InputError(f"{numbers}: a rank is a number from 0 to one below the number of processes")
     if size > 1 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        launchers = "torchrun or `accelerate launch`"
-        raise InputError(f"WORLD_SIZE={size} was not set by {launchers}: start the run with one of them")
+        raise InputError(f"WORLD_SIZE={size} was not set by {LAUNCHERS}: start the run with one of them")
     run_id = environ.get("TORCHELASTIC_RUN_ID", "") + "/" + environ.get("TORCHELASTIC_RESTART_COUNT", "")
     address = environ["MASTER_ADDR"]
     for name in [name for name in environ if name in LAUNCH_VARIABLES or name.startswith(LAUNCHER_PREFIXES)]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from ranked import in_ranks, launcher_store
 
+from grpo.common import InputError
 from grpo.process import exchange, heartbeat
 from grpo.process.heartbeat import RankLost
 from grpo.process.launcher import LAUNCH_VARIABLES
@@ -49,11 +50,24 @@ def test_processes_of_several_machines_choose_their_own_network(quiet):
 
 @pytest.mark.parametrize("missing", LAUNCH_VARIABLES)
 def test_without_a_launcher_a_process_is_alone(missing):
-    """Some clouds set WORLD_SIZE and RANK for machines."""
-    environ = {name: value for name, value in TORCHRUN.items() if name != missing}
+    """Some clouds set WORLD_SIZE=1 and RANK=0 for a single machine."""
+    environ = {name: value for name, value in (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}).items() if name != missing}
     before = dict(environ)
     ranks = Ranks.from_environment(environ)
     assert (ranks.size, ranks.launched, environ) == (1, False, before) and ranks.share_out(7) == range(7)
+
+
+@pytest.mark.parametrize(
+    "names", [LAUNCH_VARIABLES[:2], (*LAUNCH_VARIABLES[:2], "MASTER_ADDR", "MASTER_PORT"), ["WORLD_SIZE"]]
+)
+def test_several_processes_that_do_not_know_each_other_are_refused(names):
+    """As Kubeflow and mpirun start them: each would train the same run alone."""
+    with pytest.raises(InputError) as refused:
+        Ranks.from_environment({name: TORCHRUN[name] for name in names})
+    (problem,) = refused.value.args
+    missing = ", ".join(name for name in LAUNCH_VARIABLES if name not in names)
+    assert problem.startswith(f"WORLD_SIZE=2 is set without {missing}: each of 2 processes would train alone. ")
+    assert problem.endswith("Start them with torchrun or `accelerate launch`, or unset WORLD_SIZE")
 
 
 @pytest.mark.parametrize(
