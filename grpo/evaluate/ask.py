@@ -20,11 +20,12 @@ from grpo.evaluate.models import EvaluatedModel, start_model
 from grpo.evaluate.saved_adapter import check_model, load_run_settings, strange_environment
 from grpo.harmony import ASSISTANT, assistant_turn, parse_action
 from grpo.output.durable import read_json
+from grpo.output.layout import ADAPTER_CONFIG
 from grpo.plan.engine_memory import vllm_rank
 from grpo.plan.hub import ModelFiles
 from grpo.plan.machine import Machine, read_machine
 from grpo.plan.vllm_model import vllm_faults
-from grpo.preflight.adapter import CONFIG, is_on_experts
+from grpo.preflight.adapter import is_on_experts
 from grpo.preflight.resolve import read_environment
 from grpo.rollout.engine import vllm_modules
 from grpo.rollout.sampler import Sample
@@ -125,7 +126,7 @@ def serve_commands(options: argparse.Namespace) -> str:
     if options.adapter:
         adapter = options.adapter.resolve()
         name = adapter.name if adapter.name != "best" else adapter.parent.name
-        rank, targets = vllm_rank(read_json(adapter / CONFIG)["r"]), vllm_modules(is_on_experts(adapter))
+        rank, targets = vllm_rank(read_json(adapter / ADAPTER_CONFIG)["r"]), vllm_modules(is_on_experts(adapter))
         lora = [
             f"--enable-lora --lora-modules {shlex.quote(f'{name}={adapter}')}",
             f"--max-lora-rank {rank} --lora-target-modules {' '.join(targets)}",

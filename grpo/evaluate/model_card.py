@@ -18,10 +18,10 @@ from grpo.figures.text import markdown_table, object_at
 from grpo.figures.verdict import reward_verdict
 from grpo.output.archive import asking_code, base_model_name
 from grpo.output.durable import Record, write_text
-from grpo.output.layout import ADAPTER, SETTINGS
+from grpo.output.layout import ADAPTER, ADAPTER_CONFIG, SETTINGS
 from grpo.plan.hub import MODEL_FILES
 from grpo.plan.tensors import WEIGHTS_INDEX
-from grpo.preflight.adapter import CONFIG, is_on_experts
+from grpo.preflight.adapter import is_on_experts
 from grpo.settings.parsing import show
 from grpo.settings.table import FIELDS, Settings
 
@@ -123,8 +123,8 @@ def staged_adapter(s: Settings, adapter: Path, base: Path, repo: str) -> Iterato
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copyfile(adapter / ADAPTER, folder / ADAPTER)
-        config = read_json(adapter / CONFIG) | {"base_model_name_or_path": base_model_name(s)[0]}
-        write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+        config = read_json(adapter / ADAPTER_CONFIG) | {"base_model_name_or_path": base_model_name(s)[0]}
+        write_text(folder / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
         copy_small(base, folder)
         write_text(folder / "README.md", model_readme(s, adapter, repo))
         yield folder

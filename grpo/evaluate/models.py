@@ -20,11 +20,12 @@ from grpo.model.attention import unwrap_peft
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import in_compute_dtype, load_generation_config, load_model, load_tokenizer, stop_tokens
 from grpo.output.durable import read_json
+from grpo.output.layout import ADAPTER_CONFIG
 from grpo.plan.engine_memory import plan_engine
 from grpo.plan.hub import ModelConfig, ModelFiles, fetch_weights, has_mxfp4, weights_gib
 from grpo.plan.machine import Machine
 from grpo.plan.memory import GPU_SHARE, PlanInputs, generation_gib
-from grpo.preflight.adapter import CONFIG, is_on_experts
+from grpo.preflight.adapter import is_on_experts
 from grpo.preflight.choices import ATTENTION, choose_attention
 from grpo.process.ranks import Ranks
 from grpo.reward.lookup import action_tokens
@@ -138,7 +139,7 @@ def start_vllm_model(
     s = replace(
         settings,
         ROLLOUT_SYNC="lora",
-        LORA_R=read_json(adapter / CONFIG)["r"] if adapter else settings.LORA_R,
+        LORA_R=read_json(adapter / ADAPTER_CONFIG)["r"] if adapter else settings.LORA_R,
         LORA_TARGETS="experts" if adapter and is_on_experts(adapter) else "all-linear",
         PROMPTS_PER_STEP=min(len(prompts), MOST_AT_ONCE),
         STEPS_PER_GENERATION=1,

@@ -12,11 +12,11 @@ from grpo.figures.text import object_at
 from grpo.output.best import adapter_fault, read_best
 from grpo.output.durable import Record, file_sha256, read_json
 from grpo.output.folder import model_commit
-from grpo.output.layout import ADAPTER, SETTINGS
+from grpo.output.layout import ADAPTER, ADAPTER_CONFIG, SETTINGS
 from grpo.plan.hub import ModelFiles, count_parameters, find_model
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.vllm_model import fixed_faults
-from grpo.preflight.adapter import CONFIG, missing_files
+from grpo.preflight.adapter import missing_files
 from grpo.settings.environment import load_settings
 from grpo.settings.parsing import show
 from grpo.settings.table import Settings
@@ -64,7 +64,7 @@ def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[
             {name: show(values[name]) for name in names if name in values} for names in (REPLACEABLE, RECORDED)
         )
         return replaceable | dict(environ) | fixed
-    config = read_json(adapter / CONFIG, empty=(OSError, ValueError)) if adapter else {}
+    config = read_json(adapter / ADAPTER_CONFIG, empty=(OSError, ValueError)) if adapter else {}
     base = config.get("base_model_name_or_path")
     return ({"MODEL_ID": str(base)} if base else {}) | dict(environ)
 

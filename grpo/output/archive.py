@@ -12,7 +12,7 @@ from pathlib import Path
 from grpo.common import ROOT, log
 from grpo.harmony import ANSWER_BEFORE
 from grpo.output.durable import whole_file
-from grpo.output.layout import ADAPTER, BEST, BEST_RECORD, SETTINGS, TRAINING_LOG, run_folder, zip_path
+from grpo.output.layout import ADAPTER, ADAPTER_CONFIG, BEST, BEST_RECORD, SETTINGS, TRAINING_LOG, run_folder, zip_path
 from grpo.settings.table import Settings
 
 TINY = "data/tiny"  # The tiny model's folder in the project.
@@ -103,9 +103,9 @@ To ask it, {where} (scripts/ask.py also takes the run's `PROMPT_DATE` in place o
 
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl")  # Loading a pickle, such as an optimizer state, runs the code in it.
-ADAPTER_FILES = (ADAPTER, "adapter_config.json", "README.md", SETTINGS, BEST_RECORD)
+ADAPTER_FILES = (ADAPTER, ADAPTER_CONFIG, "README.md", SETTINGS, BEST_RECORD)
 # These files name paths of the machine.
-FILES_WITH_PATHS = (TRAINING_LOG, "adapter_config.json", "report.html", "README.md")
+FILES_WITH_PATHS = (TRAINING_LOG, ADAPTER_CONFIG, "report.html", "README.md")
 
 
 def without_paths(folder: Path, text: str) -> str:

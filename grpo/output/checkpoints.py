@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from grpo.output.durable import file_sha256, read_sealed, sync, sync_files, write_sealed, write_text
-from grpo.output.layout import ADAPTER, MANIFEST, unused_path
+from grpo.output.layout import ADAPTER, ADAPTER_CONFIG, MANIFEST, unused_path
 
 LogEnd = tuple[int, str]  # How many bytes a log holds, and their SHA-256.
 CUT_OFF = "it was cut off while it was written"
@@ -15,7 +15,7 @@ ROLLOUT = "rollout.pt"  # Only where the step after the checkpoint learns from t
 # What a run continues from. `Trainer._save_checkpoint` (grpo/learn/trainer.py) writes it by transformers, with MANIFEST
 # and what lets others load the adapter.
 RESUME_FILES = (
-    ADAPTER, "adapter_config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", ROLLOUT,
+    ADAPTER, ADAPTER_CONFIG, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", ROLLOUT,
 )  # fmt: skip
 
 

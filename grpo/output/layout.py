@@ -29,6 +29,7 @@ COMPLETE = "complete.json"  # The last file of a run, written after its zip.
 EXIT = "exit.json"  # The exit code and reason of a run under torchrun.
 MANIFEST = "manifest.json"  # The last file of a checkpoint.
 ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 UNFINISHED = "adapter.tmp"  # The folder that the adapter is written to, before its files are moved to OUTPUT_DIR.
 BEST = "best"  # The folder of the best evaluated adapter.
 BEST_RECORD = "best.json"  # The last file of that folder.

@@ -10,13 +10,12 @@ from grpo.common import Problems
 from grpo.output.best import adapter_fault
 from grpo.output.durable import file_sha256, read_json
 from grpo.output.folder import RunState
-from grpo.output.layout import ADAPTER
+from grpo.output.layout import ADAPTER, ADAPTER_CONFIG
 from grpo.plan.hub import ModelConfig
 from grpo.plan.targets import expected_shapes, matrix_of, peft_targets, shortest_targets, target_matrices
 from grpo.settings.parsing import show
 from grpo.settings.table import Settings
 
-CONFIG = "adapter_config.json"
 NAME_AN_ADAPTER = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"
 
 
@@ -27,12 +26,12 @@ def lora_options(s: Settings) -> dict[str, Any]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    return [name for name in (CONFIG, ADAPTER) if not (folder / name).is_file()]
+    return [name for name in (ADAPTER_CONFIG, ADAPTER) if not (folder / name).is_file()]
 
 
 def is_on_experts(folder: Path) -> bool:
     """Whether the adapter in `folder` is on experts, alone or among others."""
-    return bool(read_json(folder / CONFIG).get("target_parameters"))
+    return bool(read_json(folder / ADAPTER_CONFIG).get("target_parameters"))
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
@@ -49,10 +48,10 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
 def read_adapter(folder: Path, model: ModelConfig) -> dict[str, Any]:
     """LORA_R, LORA_ALPHA and LORA_TARGETS of the adapter in `folder`. Raises OSError if it cannot be read, and
     ValueError with the reason if this program cannot train it on the model with the config.json `model`."""
-    config, shapes = read_json(folder / CONFIG), tensor_shapes(folder / ADAPTER)
+    config, shapes = read_json(folder / ADAPTER_CONFIG), tensor_shapes(folder / ADAPTER)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if config.get("peft_type") != "LORA" or type(rank) is not int or not isinstance(alpha, int | float):
-        raise ValueError(f"{CONFIG} is not that of a LoRA adapter")
+        raise ValueError(f"{ADAPTER_CONFIG} is not that of a LoRA adapter")
     for name in ("use_rslora", "alpha_pattern"):  # All other options change the tensors, which are compared below.
         if config.get(name):
             fault = f"it was made with PEFT's {name}"

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.nn import Module
 
 from grpo.model.expert_lora import stored_factors
-from grpo.output.layout import ADAPTER
+from grpo.output.layout import ADAPTER, ADAPTER_CONFIG
 
 
 def lora_layers(policy: Module) -> dict[str, Module]:
@@ -42,7 +42,7 @@ def write_adapter(policy: Module, folder: Path, rank: int, active: bool = True) 
     modules = sorted({name.removesuffix(".base_layer").split(".")[-1] for name in layers})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config), encoding="utf-8")
     save_file(tensors, folder / ADAPTER)
 
 
