@@ -116,13 +116,15 @@ class Host:
         return Reply(text=(value or "")[:MOST_TEXT], reward=self.new_rewards())
 
     def call(self, name: str, arguments: dict[str, object]) -> Reply:
-        """Calls a tool. What it raises is its result, as in TRL: the model reads it."""
+        """Calls a tool. What it raises is its result, as in TRL: the model reads it. So is the error where JSON cannot
+        hold what it returned."""
         try:
             value, is_error = self.run(getattr(self.environment, name), **arguments), False
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=text_of)
         except Exception as error:
-            value, is_error = {"error": text_of(error) or type(error).__name__}, True
+            message, is_error = text_of(error) or type(error).__name__, True
+            text = json.dumps({"error": message}, ensure_ascii=False)
         reward = self.new_rewards()
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=text_of)
         return Reply(text=text[:MOST_TEXT], is_error=is_error, done=self.is_done(), reward=reward)
 
     def finish(self, wants_copy: bool) -> Reply:

@@ -130,6 +130,16 @@ def test_a_copy_a_thread_and_megabytes_stay_there(pool_of):
     assert copy["total"] == 0 and "lock" not in copy
 
 
+@pytest.mark.parametrize(("tool", "message"), [("tabulate", "keys must be str"), ("contain", "Circular reference")])
+def test_a_result_that_json_cannot_hold_is_an_error_for_the_model(pool_of, tool, message):
+    pool = pool_of("Rough")
+    environment = pool.take()
+    ask(pool, environment, "reset", {})
+    reply = ask(pool, environment, "call", tool, {})
+    assert reply.is_error and reply.text.startswith(f'{{"error": "{message}'), reply.failed
+    assert ask(pool, environment, "call", "add", {"number": 0}).text == "total 0"
+
+
 def test_nobody_waits_for_the_slow(pool_of):
     """The answers of others come while one waits, and a late one does not block."""
     pool = pool_of("Sum")
