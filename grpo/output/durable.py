@@ -32,6 +32,7 @@ TYPES: dict[str, dict[str, Any]] = {
     },
     "evaluation.json": {"before": dict, "before_greedy": dict, "after": dict, "difference": dict,
                         "difference_constant": dict},
+    "model.safetensors.index.json": {"weight_map": dict[str, str]},
     "closed_loop.json": {"windows": list[dict], "totals": dict[str, dict]},
 }  # fmt: skip
 SCRATCH = "train_grpo-scratch-"  # The names of scratch folders begin with this.

@@ -113,14 +113,19 @@ def read_model_files(folder: Path) -> ModelFiles:
         raise ValueError(f"this is a model of type {kind}, and this program trains gpt-oss (type gpt_oss)")
     if missing := [key for key in REAL_CONFIG if key not in config and key != "quantization_config"]:
         raise ValueError(f"config.json lacks {', '.join(missing)}, which every gpt-oss has")
+    for key, value in REAL_CONFIG.items():
+        if config.get(key) is None and key in ("quantization_config", "sliding_window"):
+            continue  # BF16 weights, or no window
+        if fault := type_fault(config[key], type(value), key):
+            raise ValueError(f"config.json: {fault}")
     quantization = config.get("quantization_config")
-    if quantization is not None and (fault := type_fault(quantization, dict, "quantization_config")):
-        raise ValueError(f"config.json: {fault}")
     if quantization is not None and not has_mxfp4(config):
         fault = f"its weights are quantized by {quantization.get('quant_method', 'an unnamed method')}"
         raise ValueError(f"{fault}, and this program trains MXFP4 experts or BF16 weights")
     if not tokenizer.exists():
         raise ValueError("tokenizer.json is missing")
+    if (folder / WEIGHTS_INDEX).exists():
+        read_json(folder / WEIGHTS_INDEX)  # It raises for a damaged one.
     if (folder / "chat_template.jinja").exists():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     elif (folder / "tokenizer_config.json").exists():

@@ -27,6 +27,8 @@ FOLDERS = [
     ("{", "config.json cannot be read"),
     (json.dumps(REAL_CONFIG), "tokenizer.json is missing"),
     (None, "config.json is missing"),
+    (json.dumps(REAL_CONFIG | {"num_hidden_layers": None}), "config.json: `num_hidden_layers` is not a number"),
+    (json.dumps(REAL_CONFIG | {"hidden_size": "2880"}), "config.json: `hidden_size` is not a number"),
     (quantized([]), "`quantization_config` is not an object"),
     (quantized({}), "its weights are quantized by an unnamed method, and this program trains MXFP4 experts or BF16"),
     (quantized({"quant_method": "fp8"}), "are quantized by fp8, and"),
@@ -39,6 +41,15 @@ def test_folders_that_are_no_gpt_oss(tmp_path, config, message):
         (tmp_path / "config.json").write_text(config)
     assert find_model(str(tmp_path), problems := Problems()) is None
     assert message in only(problems) and only(problems).startswith(f"MODEL_ID={tmp_path}: ")
+
+
+@pytest.mark.parametrize("weight_map", [["one.safetensors"], {"lm_head.weight": 3}, None])
+def test_an_index_that_names_no_files(tmp_path, weight_map):
+    (tmp_path / "config.json").write_text(json.dumps(REAL_CONFIG))
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert find_model(str(tmp_path), problems := Problems()) is None
+    assert "model.safetensors.index.json cannot be read (`weight_map` is not a" in only(problems)
 
 
 def test_every_shard_that_the_index_names_is_there(tmp_path):
