@@ -28,7 +28,7 @@ _AFTER_NFKC: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\(?=[$%#&])|\\(?:left|right|displaystyle)(?![A-Za-z])|\\[()\[\]]", ""),
     (r"\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
     (r"\\(?:text(?:bf|rm|it)?|math(?:rm|bf|it)|mbox|boxed)\s*\{([^{}]*)\}", r" \1 "),
-    (r"\^\s*\{?\s*(?:\\circ|\u00b0)\s*\}?|\u00b0", " degrees "),
+    (r"\^\s*(?:\{\s*)?(?:\\circ|\u00b0)\s*\}?|\u00b0", " degrees "),
     (r"(?<=\d)\s*(?=\\[dtc]?frac)", " "),
     (r"\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", r"\1\2/\3\4"),
     (r"\\approx|[\u2248=]", " = "),
@@ -52,7 +52,10 @@ _NUMERAL = re.compile(
     r"(?P<top>[-+]?(?:(?:\d+|[1-9]\d{0,2}(?:[,'_]\d{3})+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,2})?)(?:/(?P<bottom>\d+))?"
     r"(?P<unit>(?:[A-Za-z]{2,})?)(?:[-/][A-Za-z]{2,})*"  # 42kg, 5/lb, 3-digit; 5m may be metres or millions
 )
-_EDGES = re.compile(r"^(?:[^\w.+\-<>≤≥≠±×÷·^/\\|]|_)+|(?:[^\w+\-<>≤≥≠±×÷·^/\\|]|_)+$")  # punctuation, emphasis
+_FRONT = re.compile(r"^(?:[^\w.+\-<>≤≥≠±×÷·^/\\|]|_)+")  # punctuation and emphasis before a word
+_BACK = re.compile(
+    r"^(?:[^\w+\-<>≤≥≠±×÷·^/\\|]|_)+"
+)  # and behind it, read backwards: a search for the end is quadratic
 _NAME = re.compile(r"[A-Za-z]+\d+[A-Za-z]*")  # such as B12
 _OPERATORS = frozenset("+-*/^×÷·±<>≤≥≠xX") | {"minus", "negative", "plus", "times", "over"}
 _JOINING = frozenset({"to", "or", "and", "through"})  # `5 to 10` and `42 or 43` are two numbers.
@@ -122,7 +125,7 @@ def read_numerals(text: str) -> list[Fraction | None]:
     """The value of every word of a `normalized` text that holds a digit: None if it is no number by itself, but part of
     a sum, a range, a power, a date, ..., or if it could be read as two, such as `9,5`."""
     raw = ["", "", *re.sub(r"(?<=[^\W_])[^\S\n]*\n", ".\n", text).split(), "", ""]  # A line ends like a sentence.
-    words = [word if word in _OPERATORS else _EDGES.sub("", word) for word in raw]
+    words = [word if word in _OPERATORS else without_edges(word) for word in raw]
     is_numeral = [re.search(r"\d", word) is not None and not _NAME.fullmatch(word) for word in words]
     ends = [word[-1:] in ",.:!?)" for word in raw]  # A clause, or the number of a list's item, ends with this word.
     values = []
@@ -141,6 +144,11 @@ def read_numerals(text: str) -> list[Fraction | None]:
         )
         values.append(None if is_part else read_numeral(words[i]))
     return values
+
+
+def without_edges(word: str) -> str:
+    """The word without punctuation and emphasis around it."""
+    return _BACK.sub("", _FRONT.sub("", word)[::-1])[::-1]
 
 
 def read_numeral(word: str) -> Fraction | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from fractions import Fraction
 
 import pytest
@@ -156,6 +157,15 @@ GOLD = [
 @pytest.mark.parametrize(("text", "number", "reason"), GOLD)
 def test_correct_answers(text, number, reason):
     assert gold_number(text) == number, reason
+
+
+@pytest.mark.parametrize("unit", [*" ^!_({[,:=~1.\n", "1 ", "\\boxed{", "\\frac{1", "<a", "(1, "])
+def test_no_completion_slows_scoring_down(unit):
+    """Each takes milliseconds. Of patterns that begin their search again at each character, one took ten seconds."""
+    for head, tail in (("", ""), ("^", ""), ("1", "1")):
+        began = time.process_time()
+        number_of(head + unit * (20_000 // len(unit)) + tail)
+        assert time.process_time() - began < 1
 
 
 @given(st.text(st.sampled_from("0123456789 .,-+/^*()[]{}\\$%#=\nab½²−frcboxed'\"")))
