@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -25,6 +26,7 @@ ACCEPTED = [
     ("OVERWRITE", "OFF", False, "a word for false, upper case"),
     ("LOSS_TYPE", "BNPO", "bnpo", "choices ignore case"),
     ("INVALID_REWARD", "nan", math.nan, "nan is allowed here"),
+    ("MODEL_ID", "~/models/mine", str(Path.home() / "models/mine"), "a shell leaves `~` in quotes as it is"),
     ("PROMPT_DATE", "20240229", "2024-02-29", "a leap day, normalized: the same day is the same prompt"),
 ]
 REFUSED = {  # reason -> (setting, text, message)

@@ -3,6 +3,7 @@
 
 import argparse
 import math
+import os
 from collections.abc import Mapping
 from datetime import date
 from operator import gt, le, lt
@@ -59,6 +60,8 @@ def parse_value(name: str, text: str) -> Value:
             raise ValueError(f"expected a day such as {FIELDS[name].default}") from None
     if spec.get("path") and (fault := path_fault(text)):
         raise ValueError(fault)
+    if name == "MODEL_ID":  # Libraries get it as it is, and a shell does not expand `~` in quotes.
+        return os.path.expanduser(text)
     return text if kind == "str" else parse_number(text, kind == "int", bool(optional), spec)
 
 

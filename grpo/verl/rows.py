@@ -57,7 +57,7 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
     fix = "Unset it, and give verl's own option: docs/verl.md names the counterparts"
     for name in sorted(name for name in FIELDS.keys() - SHARED if sources[name] == "environment"):
         problems.add(name, "verl does not read this setting of train_grpo.py", fix)
-    model, folder = settings.MODEL_ID, Path(settings.MODEL_ID).expanduser().absolute()
+    model, folder = settings.MODEL_ID, Path(settings.MODEL_ID).absolute()
     if model != "tiny" and not folder.is_dir() and is_no_hub_id(model):
         problems.add(
             "MODEL_ID", f"{model!r} is neither a folder nor a Hub id", "Name an existing folder, or owner/name"
