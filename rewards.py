@@ -40,7 +40,7 @@ from fractions import Fraction
 from typing import Any
 
 from grpo.harmony import final_channel, parse_action
-from grpo.numerals import gold_number, number_of
+from grpo.numerals import MOST_CHARACTERS, gold_number, number_of
 
 Column = Sequence[Any]  # The cells of a column: numbers, text, or any other JSON value.
 
@@ -180,7 +180,9 @@ def hashed_number(text: str) -> Fraction | None:
     ['1050', '-7/2', 'None', 'None', 'None']
     """
     numbers: list[str] = HASHED_NUMBER.findall(text)
-    return Fraction(numbers[-1].replace(",", "")) if numbers else None
+    if not numbers or len(numbers[-1]) > MOST_CHARACTERS:
+        return None
+    return Fraction(numbers[-1].replace(",", ""))
 
 
 def gsm8k_strict(

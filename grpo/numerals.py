@@ -65,7 +65,7 @@ _WORDS = (
 )
 _SCALES = frozenset(_WORDS.split())
 _EASTERN_SCALES = tuple("百千万億亿兆")
-_MOST_CHARACTERS = 60  # of a numeral; Python refuses to read some that are longer
+MOST_CHARACTERS = 60  # of a numeral; Python refuses to read some that are longer
 
 
 def normalized(text: str) -> str:
@@ -153,7 +153,7 @@ def without_edges(word: str) -> str:
 
 def read_numeral(word: str) -> Fraction | None:
     """The value of a single word, None if it is no numeral."""
-    match = _NUMERAL.fullmatch(word) if len(word) <= _MOST_CHARACTERS else None
+    match = _NUMERAL.fullmatch(word) if len(word) <= MOST_CHARACTERS else None
     if match is None or match["unit"].lower() in _SCALES or (match["bottom"] and not int(match["bottom"])):
         return None
     return Fraction(re.sub("[,'_]", "", match["top"])) / int(match["bottom"] or 1)

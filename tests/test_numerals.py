@@ -127,7 +127,7 @@ def test_what_is_no_number(text, reason):
 STRICT = [  # (answer, whether `gsm8k` and `gsm8k_strict` take it for 1050)
     ("so\n#### 1050", True, True), ("####1,050 apples", True, True), ("#### 1 is wrong. #### 1050.0", True, True),
     ("so 1050", True, False), ("\\boxed{1050}", True, False), ("#### $1050", True, False), ("#### 1050.", True, False),
-    ("#### 1 #### 2", False, False), ("####", False, False),
+    ("#### 1 #### 2", False, False), ("####", False, False), ("#### " + "1" * 5000, False, False),
 ]  # fmt: skip
 
 
