@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grpo.common import InputError
 from grpo.evaluate.heldout_table import heldout_table
-from grpo.evaluate.report_text import facts, simulator_section, without_folders
+from grpo.evaluate.report_text import facts, setting_text, simulator_section
 from grpo.evaluate.run_files import Run, read_json, read_run
 from grpo.evaluate.saved_adapter import run_folder
 from grpo.figures.text import markdown_table, object_at
@@ -22,7 +22,6 @@ from grpo.output.layout import ADAPTER, ADAPTER_CONFIG, SETTINGS
 from grpo.plan.hub import MODEL_FILES
 from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.preflight.adapter import is_on_experts
-from grpo.settings.parsing import show
 from grpo.settings.table import FIELDS, Settings
 
 FORMS = {
@@ -47,7 +46,7 @@ def chosen_settings(sources: Mapping[str, str], values: Record) -> str:
     """A section of the model card with the settings that are not at their defaults."""
     chosen = [name for name, spec in FIELDS.items() if spec.metadata["group"] != "Output"]
     chosen = [name for name in chosen if name in values and sources.get(name, "default") != "default"]
-    rows = markdown_table(["Setting", "Value"], [[f"`{name}`", without_folders(show(values[name]))] for name in chosen])
+    rows = markdown_table(["Setting", "Value"], [[f"`{name}`", setting_text(name, values[name])] for name in chosen])
     return f"## Settings\n\nThose that are not train_grpo.py's defaults.\n\n{rows}\n"
 
 

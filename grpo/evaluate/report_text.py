@@ -12,6 +12,7 @@ from grpo.figures.text import object_at
 from grpo.figures.verdict import RARE_LOSSES, loading_advice, reward_verdict
 from grpo.output.layout import ADAPTER
 from grpo.settings.parsing import show
+from grpo.settings.table import Value
 from grpo.tasks.simulator import ReportSection
 
 
@@ -34,6 +35,14 @@ CHOICES = {
 def without_folders(text: str) -> str:
     """A setting's value with absolute paths cut to their file names, because a report may be shown to others."""
     return ", ".join(Path(part).name if part.startswith("/") else part for part in split_commas(text))
+
+
+TEXTS = ("SYSTEM_PROMPT", "PROMPT_TEMPLATE")  # Settings in which a comma separates nothing and a slash begins no path.
+
+
+def setting_text(name: str, value: Value) -> str:
+    """A setting's value as report and card show it."""
+    return show(value) if name in TEXTS else without_folders(show(value))
 
 
 def adapter_advice(run: Run) -> str:
@@ -92,7 +101,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
 def settings_rows(run: Run) -> list[list[str]]:
     """The settings that are not at their defaults, and where each was set."""
     sources = [(name, source) for name, source in object_at(run.record, "sources").items() if source != "default"]
-    return [[name, without_folders(show(run.settings.get(name))), str(source)] for name, source in sources]
+    return [[name, setting_text(name, run.settings.get(name)), str(source)] for name, source in sources]
 
 
 def choices_rows(run: Run) -> list[list[str]]:

@@ -16,9 +16,10 @@ from grpo.common import InputError, Problems
 from grpo.data.files import data_fingerprint, read_rows
 from grpo.evaluate import run_files
 from grpo.evaluate.heldout_table import answers_by_action, evaluation_table
+from grpo.evaluate.model_card import chosen_settings
 from grpo.evaluate.report import write_report
 from grpo.evaluate.report_pictures import CURVES, EPISODE_CURVES, LABELS
-from grpo.evaluate.report_text import choices_rows, facts, without_repeats
+from grpo.evaluate.report_text import choices_rows, facts, settings_rows, without_repeats
 from grpo.evaluate.run_files import read_examples, read_metrics, read_run
 from grpo.figures.verdict import BASE, RARE_LOSSES, Comparison, describe_best, loading_advice, read_comparisons, verdict
 from grpo.output.logs import EVALUATED
@@ -61,6 +62,16 @@ def test_choices_have_names_that_say_what_was_chosen_and_no_simulation_is_told_o
     run = read_run(write_run(tmp_path / "run", [metrics_row(1)], settings={"settings": {}, "choices": choices}))
     assert choices_rows(run) == [["vLLM generates", "no", "no GPU"], ["held-out rows", "10", "a hash"]]
     assert ("Held-out data", "10 rows held out of DATA") in facts(run)
+
+
+def test_a_prompt_reads_as_it_was_set(tmp_path):
+    """Of other settings only the names of files are shown."""
+    settings = {"SYSTEM_PROMPT": "/plain one,two,, three", "PROMPT_TEMPLATE": "{},/think", "DATA": "/data/a.csv,/b.csv"}
+    sources = dict.fromkeys(settings, "environment")
+    folder = write_run(tmp_path / "run", [metrics_row(1)], settings={"settings": settings, "sources": sources})
+    shown = {name: text for name, text, _ in settings_rows(read_run(folder))}
+    assert shown == settings | {"DATA": "a.csv, b.csv"}
+    assert all(f"| `{name}` | {text} |" in chosen_settings(sources, settings) for name, text in shown.items())
 
 
 def test_the_page_of_a_full_run_is_one_file_without_network_and_tells_all(full):
