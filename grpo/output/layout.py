@@ -38,6 +38,7 @@ TRAINING_LOG = "training.log"
 APPENDED = (*LOGS, TRAINING_LOG)  # The files that a run that continues appends to.
 # What a folder without a run may hold: a file that a kill in a run's first write left, and a new file system's folder.
 NO_RUN = {SETTINGS + ".tmp", "lost+found"}
+LOCK_WAIT = 0.5  # seconds, because scripts/watch.py shares the lock for an instant to see whether a process holds it
 ANOTHER_DIR = "choose another OUTPUT_DIR"
 # The names of all folders and files that a run writes. OVERWRITE=1 deletes them.
 RUN_FOLDERS = re.compile(
@@ -104,7 +105,7 @@ def lock_run(folder: Path) -> RunLock | None:
 
     path = lock_path(folder)
     created = [parent for parent in (path, *path.parents) if not os.path.lexists(parent)]
-    lock = RunLock(FileLock(path, blocking=False), created)
+    lock = RunLock(FileLock(path, timeout=LOCK_WAIT), created)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.file.acquire()

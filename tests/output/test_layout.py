@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,6 +71,18 @@ def test_a_lock_that_fails_leaves_nothing_that_was_not_there(tmp_path, monkeypat
     with pytest.raises(OSError):
         lock_run(tmp_path / "new" / "sub" / "run")
     assert not list(tmp_path.iterdir())
+
+
+def test_who_watches_does_not_keep_a_run_from_starting(tmp_path, monkeypatch):
+    """It shares the lock for an instant."""
+    with (tmp_path / ".run.lock").open("wb") as shared:
+        fcntl.flock(shared, fcntl.LOCK_SH)
+        assert lock_run(tmp_path / "run") is None
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "sleep", lambda seconds: fcntl.flock(shared, fcntl.LOCK_UN))
+            lock = lock_run(tmp_path / "run")
+    assert lock and lock_run(tmp_path / "run") is None
+    lock.release()
 
 
 def test_where_no_run_can_be_nothing_is_locked_and_the_checks_say_why(tmp_path):
