@@ -19,7 +19,6 @@ from grpo.plan import memory
 from grpo.plan.machine import FLASH_PACKAGES, Machine
 from grpo.plan.memory import KEPT_SHARE, LEAST_KEPT_TOKENS, Plan, PlanInputs, free_gib
 from grpo.plan.targets import expert_words
-from grpo.settings.parsing import show
 from grpo.settings.table import TASK_FILES, Settings
 
 ATTENTION = ("torch_flash", *FLASH_PACKAGES, "eager")
@@ -112,7 +111,7 @@ def choose_checkpointing(settings: Settings, inputs: PlanInputs) -> Choice[bool]
     """GRADIENT_CHECKPOINTING. Without it a step takes less time if micro-batches stay large and memory is not nearly
     full (`KEPT_SHARE`)."""
     if (requested := settings.GRADIENT_CHECKPOINTING) is not None:
-        return Choice(requested, f"GRADIENT_CHECKPOINTING={show(requested)}")
+        return Choice(requested, "set by GRADIENT_CHECKPOINTING")
     if not inputs.machine.gpus:
         return Choice(True, "no GPU: it saves memory")
     plan = memory.plan_memory(dataclasses.replace(settings, GRADIENT_CHECKPOINTING=False), inputs)

@@ -279,8 +279,8 @@ CHECKPOINTING = [  # GPU memory, what is set, whether activations are recomputed
     (139.8, {}, False, 24, "there is room for all that micro-batches of 15,108 tokens keep"),
     (79.0, {}, False, 16, "there is room for all that micro-batches of 10,072 tokens keep"),
     (70.0, {}, True, 48, "without it micro-batches would have"),
-    (70.0, {SET: False}, False, 12, f"{SET}=0"),
-    (139.0, {SET: True}, True, 48, f"{SET}=1"),
+    (70.0, {SET: False}, False, 12, f"set by {SET}"),
+    (139.0, {SET: True}, True, 48, f"set by {SET}"),
     # An H200 has room for micro-batches of 8,500 tokens: MICRO_BATCH asks for others.
     (139.0, {"MICRO_BATCH": 4}, True, 4, "without it micro-batches would have 2,988 tokens, fewer than 8,500"),
     (139.0, {"MICRO_BATCH": 48}, True, 48, "without it micro-batches of 30,216 tokens would take over 70% of the mem"),
