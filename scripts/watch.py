@@ -62,7 +62,8 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
     """Why no next step will come, or else how long the run still takes."""
     if not folder.exists():
         return f"{folder} does not exist yet: waiting for a run to make it"
-    total, step = settings.get("TOTAL_STEPS", 0), metrics["step"].max() if len(metrics) else 0
+    numbers = {name: value for name, value in settings.items() if isinstance(value, int)}  # Users may edit the file.
+    total, step = numbers.get("TOTAL_STEPS", 0), metrics["step"].max() if len(metrics) else 0
     # A run that is resumed with more steps still has the complete.json of its first steps, which does not count.
     if finite_number(read_json(folder / COMPLETE).get("steps")) >= total:
         return DONE
@@ -71,10 +72,12 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
         return f"no process is running; {continuation(folder, overwrite)}"
     if not step:
         return "waiting for the first step"
+    if not total:
+        return TIME_UNKNOWN
     if step >= total:
         return "every step is done: evaluation and saving"
-    shared = settings.get("STEPS_PER_GENERATION", 1) * settings.get("NUM_ITERATIONS", 1)
-    pace = Pace(total, settings.get("EVAL_STEPS", 0), metrics.to_dict("records"), shared)
+    shared = max(1, numbers.get("STEPS_PER_GENERATION", 1) * numbers.get("NUM_ITERATIONS", 1))
+    pace = Pace(total, numbers.get("EVAL_STEPS", 0), metrics.to_dict("records"), shared)
     return pace.time_left(step) or TIME_UNKNOWN
 
 

@@ -72,6 +72,19 @@ def test_it_waits_for_the_run_and_sees_its_end(tmp_path):
         assert watch.frame(folder)[1] == is_complete == ("complete" in text_of(folder))
 
 
+@pytest.mark.parametrize("name", ["TOTAL_STEPS", "EVAL_STEPS", "STEPS_PER_GENERATION", "NUM_ITERATIONS"])
+@pytest.mark.parametrize("value", ["30 ", None, [], 0])
+def test_a_setting_that_was_edited_ends_nothing(tmp_path, name, value):
+    folder = write_run(tmp_path / "run", [metrics_row(step, step_s=10) for step in range(1, 21)])
+    record = json.loads((folder / "settings.json").read_text())
+    record["settings"][name] = value
+    (folder / "settings.json").write_text(json.dumps(record))
+    expected = "time left not known" if name == "TOTAL_STEPS" else "20 of 30, about 2 min left"
+    assert expected in text_of(folder)
+    (folder / COMPLETE).write_text(json.dumps({"steps": 30}))
+    assert text_of(folder).startswith("step        20 of ") and "complete" in text_of(folder)
+
+
 def test_a_run_whose_process_is_gone_says_so(tmp_path):
     """The lock tells; a copy of a run has none and says nothing."""
     folder = write_run(tmp_path / "run", [metrics_row(step) for step in range(1, 4)])
