@@ -225,3 +225,15 @@ class Flaky(Sum):
             open(marker, "w").close()
             os._exit(1)
         return super().reset(target)
+
+
+class Slow(Sum):
+    """Its reward takes a while."""
+
+    def reset(self, target, reward_s, **columns):
+        self.reward_s = reward_s
+        return super().reset(target)
+
+    def get_reward(self):
+        time.sleep(self.reward_s)
+        return super().get_reward()

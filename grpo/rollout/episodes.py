@@ -153,17 +153,14 @@ class Stage:
     def samples(self) -> Iterator[tuple[int, Sample]]:
         """Plays all episodes, and yields each with its number when it has ended."""
         pool, session = self.player.pool, self.session
-        while True:
-            while len(self.acting) + len(self.ready) + len(self.submitted) < self.player.at_once:
-                if (following := next(self.rows, None)) is None:
-                    break
-                self.ask(Play(*following, pool.take()), "reset", following[1].reset_arguments)
-            if not (self.acting or self.ready or self.submitted):
-                return
+        self.begin_episodes()
+        while self.acting or self.ready or self.submitted:
             # A batch waits for all environments; an engine's step for none, unless it has nothing else to do.
             block = not session.is_stepwise or not (self.ready or self.submitted)
             for environment, reply in pool.replies(self.acting, block) if self.acting else ():
                 self.hear(self.acting.pop(environment), reply)
+            # Before a batch: which environment answers last must not decide whether new episodes are in it.
+            self.begin_episodes()
             if session.is_stepwise or not self.acting:
                 for play in sorted(self.ready, key=lambda play: play.number):
                     limit = min(self.turn_most, self.most - len(play.ids))
@@ -173,6 +170,13 @@ class Stage:
                     self.take_turn(self.submitted.pop(number), sample)
             yield from self.finished
             self.finished.clear()
+
+    def begin_episodes(self) -> None:
+        """Begins the episodes of the next rows, as many as may live beside the others."""
+        while len(self.acting) + len(self.ready) + len(self.submitted) < self.player.at_once:
+            if (following := next(self.rows, None)) is None:
+                return
+            self.ask(Play(*following, self.player.pool.take()), "reset", following[1].reset_arguments)
 
     def ask(self, play: Play, method: str, *arguments: object) -> None:
         """Asks the episode's environment; `hear` gets its answer."""

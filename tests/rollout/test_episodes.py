@@ -127,6 +127,17 @@ def test_few_at_once_take_turns_in_the_same_environments(play):
     assert [sample.episode.end for sample in samples] == ["done"] * 5 and max(model.batches) == 2
 
 
+def test_a_batch_is_the_same_whichever_environment_answers_first(play):
+    """The third row begins when the first has ended, in the next batch even if its reward came after all else."""
+    batches = []
+    for reward_s, wait_s in ((0.6, 0.0), (0.0, 0.6)):
+        waiting = call(f'{{"seconds": {wait_s}}}', "wait")
+        scripts = {"Reach 0.": [FINAL], "Reach 1.": [waiting, FINAL], "Reach 2.": [add(1), FINAL]}
+        _, model = play(scripts, world="Slow", at_once=2, columns={"reward_s": reward_s})
+        batches.append(model.batches)
+    assert batches[0] == batches[1] == [2, 2, 1]
+
+
 def test_reward_functions_get_a_copy(play):
     (sample,), _ = play({"Reach 0.": [add(3), FINAL]}, world="Sum", wants_copy=True)
     assert sample.episode.environment().total == 3
