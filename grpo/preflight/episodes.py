@@ -127,6 +127,10 @@ def check_environment(
         fault = "no reward arrives: it has neither `get_reward`, which returns a number, nor `step_rewards`"
         problems.add(where, fault, "Add one of them, or let REWARDS name functions and `environment=0`")
         return trial
+    by_turn = episode.turn_rewards is not None and any(name == "environment" for name, _ in specs)
+    if by_turn and settings.LOSS_TYPE == "vespo":
+        fault = "vespo weights whole completions, and with `step_rewards` each turn has an advantage of its own"
+        problems.add("LOSS_TYPE", fault, "Choose another, such as bnpo, or give all rewards by `get_reward`")
     completion = replace(read_completion(rows[0], answer_turn("Done."), "Done.", 1, False), episode=episode)
     try:
         state = initial_trainer_state(settings.TOTAL_STEPS)

@@ -85,6 +85,15 @@ def test_what_cannot_go_with_it_is_refused(episode_run, settings, message):
     assert [problem for problem in problems if message in problem]
 
 
+def test_vespo_has_no_advantages_by_turn(episode_run):
+    """Liger's vespo would multiply each turn's advantage with the weights of all others."""
+    for world, refused in (("Sum", True), ("Tally", False)):
+        problems = episode_run(ENVIRONMENT=f"worlds:{world}", LOSS_TYPE="vespo").problems
+        assert [problem.partition(",")[0] for problem in problems] == (
+            ["LOSS_TYPE: vespo weights whole completions"] if refused else []
+        )
+
+
 def test_a_rendered_prompt_lists_no_tools(episode_run, tmp_path):
     rendered = "<|start|>user<|message|>Add.<|end|><|start|>assistant"
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": rendered, "target": 1}) + "\n")
