@@ -14,6 +14,7 @@ from grpo.plan.targets import target_lines
 from grpo.preflight.choices import Choice
 from grpo.preflight.resolve import ResolvedRun
 from grpo.process.ranks import Ranks
+from grpo.settings.environment import own_default
 from grpo.settings.parsing import show
 from grpo.settings.table import FIELDS
 
@@ -25,8 +26,11 @@ def banner(resolved: ResolvedRun, every_setting: bool = False) -> str:
         value, source = getattr(resolved.recorded, name), resolved.sources[name]
         if name in OF_SIMULATOR and source == "default" and not resolved.closed_loop.is_mentioned:
             continue  # The rows are none of the demo's task.
-        # MODEL_ID=tiny has its own defaults, and each automatic choice has a line with its reason below.
-        if every_setting or (source not in ("default", "tiny", "chosen") and value != spec.default):
+        default = spec.default
+        if source == "environment":  # MODEL_ID=tiny and each TASK have defaults of their own.
+            default, _ = own_default(name, resolved.recorded.MODEL_ID, resolved.recorded.TASK)
+        # Each automatic choice has a line with its reason below.
+        if every_setting or (source not in ("default", "tiny", "chosen") and value != default):
             lines.append(f"  {name:<25} {show(value):<28} {spec.metadata['unit']:<12} {source}")
     lines += ["", "This run", *(f"  {title:<16} {text}" for title, text in run_lines(resolved))]
     warnings = [*resolved.warnings, *data_warnings(resolved), *resolved.state.notes]

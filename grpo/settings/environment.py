@@ -17,13 +17,9 @@ def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str],
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     problems = Problems()
-    tiny, task = environ.get("MODEL_ID", "").strip() == "tiny", environ.get("TASK", "").strip().lower()
-    for name, spec in FIELDS.items():
-        values[name], sources[name] = spec.default, "default"
-        if tiny and spec.metadata["tiny"] is not None:
-            values[name], sources[name] = spec.metadata["tiny"], "tiny"
-        if name in TASKS.get(task, {}):
-            values[name], sources[name] = TASKS[task][name], task
+    model_id, task = environ.get("MODEL_ID", "").strip(), environ.get("TASK", "").strip().lower()
+    for name in FIELDS:
+        values[name], sources[name] = own_default(name, model_id, task)
         if (text := environ.get(name)) is not None:
             try:
                 values[name], sources[name] = parse_value(name, text), "environment"
@@ -32,6 +28,15 @@ def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str],
                 problems.add(name, fault, f"Unset it for the default ({show(values[name])})")
     problems += unknown_variables(environ)[0]
     return Settings(**values), sources, problems
+
+
+def own_default(name: str, model_id: str, task: str) -> tuple[Any, str]:
+    """The default of setting `name` in a run with this MODEL_ID and TASK, and its source, see `load_settings`."""
+    if name in TASKS.get(task, {}):
+        return TASKS[task][name], task
+    if model_id == "tiny" and (tiny := FIELDS[name].metadata["tiny"]) is not None:
+        return tiny, "tiny"
+    return FIELDS[name].default, "default"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> tuple[Problems, list[str]]:

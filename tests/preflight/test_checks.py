@@ -396,8 +396,9 @@ def test_a_resumed_run_keeps_what_auto_chose(tiny_run, tmp_path, monkeypatch):
 
 
 def test_the_plan_lists_the_settings_that_are_not_at_their_defaults(tiny_run):
-    """All of them with --check. Listed is what was chosen and what the user set to something else."""
-    resolved = tiny_run(SEED=7, EPSILON=0.2, EVAL_SAMPLES=8)
+    """All of them with --check. Listed is what was chosen and what the user set to something else than the default for
+    MODEL_ID=tiny: 4 samples are that of other models alone, and a rank of 8 is tiny's."""
+    resolved = tiny_run(SEED=7, EPSILON=0.2, EVAL_SAMPLES=4, LORA_R=8)
 
     def names(**options) -> list[str]:
         settings = banner.banner(resolved, **options).partition("\nThis run\n")[0].splitlines()[1:]
