@@ -170,7 +170,7 @@ def memory_lines(resolved: ResolvedRun, plan: Plan) -> Iterator[tuple[str, str]]
     yield "MICRO_BATCH", with_reason(resolved.choices["MICRO_BATCH"])
     if plan.expert_parts > 1:
         parts = f"{plan.expert_parts} parts of a layer's experts, one after the other"
-        yield "dequantized", f"{parts}: a whole layer does not fit"
+        yield "dequantized", f"{parts}: with a whole layer at a time less than half as many completions fit"
     if plan.layer_chunk:
         text = f"{plan.layer_chunk:,} tokens at a time but for attention: more would not fit"
         if plan.checkpoints:

@@ -14,6 +14,7 @@ from machines import CPU, H100, LARGE_CONFIG, only, plan_inputs, resolved_run
 
 from grpo.common import Problems
 from grpo.output.folder import RunState
+from grpo.plan import memory
 from grpo.plan.hub import REAL_CONFIG, ModelFiles
 from grpo.plan.memory import plan_memory
 from grpo.preflight import banner, checks, resolve
@@ -324,6 +325,19 @@ def test_gpt_oss_120b_is_planned_for_one_card(tiny_run):
         checks.check_memory(settings, inputs, plan_memory(settings, inputs), problems)
     assert "70.0 of 79.6 GiB are free, and vLLM would have 0.0 GiB of cache" in only(problems)
     assert "With all else as set, EXPERTS=mxfp4 and USE_VLLM=0 fits" in only(problems)
+
+
+def test_the_reason_for_parts_of_experts_is_the_micro_batch(tiny_run):
+    """A whole layer may fit as well, beside far fewer completions."""
+    settings = Settings(EXPERTS="paged", ROLLOUT_SYNC="merge", MAX_COMPLETION_LEN=512)
+    machine = dataclasses.replace(H100, capability=9.0, gpu_free=78.6)
+    inputs = dataclasses.replace(plan_inputs(machine, True), config=LARGE_CONFIG)
+    plan = plan_memory(settings, inputs)
+    room = 0.9 * 78.6 - plan.held - plan.engine.asleep
+    whole = [n for n in memory.divisors(96) if memory.learning_gib(settings, inputs, n) <= room]
+    assert 2 * max(whole) < plan.micro_batch and plan.expert_parts == 4
+    text = dict(banner.memory_lines(tiny_run(), plan))["dequantized"]
+    assert text.endswith(": with a whole layer at a time less than half as many completions fit")
 
 
 def test_disk_space(tmp_path, monkeypatch):
