@@ -129,8 +129,9 @@ def check_experts(
 def check_direct(
     settings: Settings, names: Sequence[str], rows: Sequence[Row], tokenizer: Path | None, problems: Problems
 ) -> None:
-    """Checks for DIRECT_ANSWERS that no steps share a rollout, that every row has the reward of each action, that the
-    reward functions `names` depend on nothing else, and that each action is one token of `tokenizer`, if any."""
+    """Checks for DIRECT_ANSWERS that a step has several prompts and a rollout of its own, that every row has the reward
+    of each action, that the reward functions `names` depend on nothing else, and that each action is one token of
+    `tokenizer`, if any."""
     if not settings.DIRECT_ANSWERS:
         return
     otherwise = "or set DIRECT_ANSWERS=0"
@@ -141,6 +142,9 @@ def check_direct(
         if getattr(settings, name) > 1:
             fault = "DIRECT_ANSWERS samples nothing that several steps could share"
             problems.add(name, fault, f"Leave it at 1, {otherwise}")
+    if settings.PROMPTS_PER_STEP == 1:
+        fault = "DIRECT_ANSWERS takes each prompt once, and TRL's trainer refuses a step of one completion"
+        problems.add("PROMPTS_PER_STEP", fault, f"Set it to 2 or higher, {otherwise}")
     if sampled := [name for name in names if not is_by_action(name)]:
         fault = f"{', '.join(sampled)} may depend on more than row and action, and DIRECT_ANSWERS samples nothing else"
         problems.add("REWARDS", fault, f"Leave it out, give a function of your own `by_action = True`, {otherwise}")

@@ -28,6 +28,7 @@ REFUSED = [
     ({"REWARDS": "regret,format=0.1,gsm8k"}, "REWARDS: format, gsm8k may depend on more than row and action"),
     ({"STEPS_PER_GENERATION": 2}, "STEPS_PER_GENERATION: DIRECT_ANSWERS samples nothing that several steps"),
     ({"NUM_ITERATIONS": 2}, "NUM_ITERATIONS: DIRECT_ANSWERS samples nothing that several steps"),
+    ({"PROMPTS_PER_STEP": 1}, "PROMPTS_PER_STEP: DIRECT_ANSWERS takes each prompt once"),
     ({"TOP_P": 0.9}, "DIRECT_ANSWERS: it learns from the rewards of all actions, and TOP_P"),
     ({"INVALID_REWARD": "nan"}, "DIRECT_ANSWERS: it learns from the rewards of all actions, and INVALID_REWARD=nan"),
 ]
