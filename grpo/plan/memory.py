@@ -11,6 +11,7 @@ from grpo.plan.engine_memory import SWIZZLED, SWIZZLED_AT_ONCE, EnginePlan, plan
 from grpo.plan.hub import ModelConfig, count_parameters, expert_elements, has_mxfp4, packed_gib, weights_gib
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.targets import adapter_parameters, expert_words, target_matrices
+from grpo.plan.vllm_model import sliding_layers
 from grpo.settings.table import Settings
 
 Changes = Mapping[str, str | int | None]  # New values of some settings, by name.
@@ -240,10 +241,11 @@ def generation_gib(settings: Settings, inputs: PlanInputs, completions: int, par
     key-value cache, which on a GPU is allocated in full from the start, and the larger of prefill and decoding step."""
     config, prompt_len, gpu = inputs.config, inputs.prompt_len, inputs.machine.gpus
     completions = -(-completions // inputs.machine.ranks)
-    layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
     length = prompt_len + settings.MAX_COMPLETION_LEN
     window = min(length, config.get("sliding_window") or length)
-    cache = completions * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 * (length + window) * layers / 2
+    columns = sum(window if is_sliding else length for is_sliding in sliding_layers(config))
+    cache = completions * 2 * config["num_key_value_heads"] * config["head_dim"] * 2 * columns
     states = 2 * (4 * hidden + 4 * config["num_experts_per_tok"] * config["intermediate_size"])
     # On a GPU prefill takes one prompt at a time.
     prefill = (1 if gpu else completions) * prompt_len * (heads * prompt_len * 2 * 3 + states)

@@ -211,6 +211,19 @@ def test_a_step_without_vllm_fits_22_gib(free):
     assert plan(large, GENERATION_BATCH=96, **job).generation > 5 * chosen.generation
 
 
+def test_generation_counts_the_layers_of_each_kind():
+    """By `layer_types`, as transformers' cache does; of an odd number of layers without it one more is sliding."""
+    three = REAL_CONFIG | {"num_hidden_layers": 3}
+    kinds = ("full_attention", "sliding_attention")
+    sizes = [
+        memory.generation_gib(Settings(), memory.PlanInputs(config, gpu(79.0), 940, "eager"), 96)
+        for config in (three, *(three | {"layer_types": [kind] * 3} for kind in kinds))
+    ]
+    columns = [4940 + 2 * 128, 3 * 4940, 3 * 128]
+    token = 96 * 2 * 8 * 64 * 2 / GIB
+    assert [size - sizes[2] for size in sizes] == pytest.approx([(n - columns[2]) * token for n in columns])
+
+
 def test_each_process_generates_its_part_rounded_up():
     """97 completions on three processes are 33, 32 and 32: the memory of 33 is needed."""
     parts = [
