@@ -40,7 +40,7 @@ class LongLayer(GptOssDecoderLayer):
     on_host: bool
 
     def __call__(self, hidden_states: Tensor, **options: Any) -> Tensor:
-        if hidden_states.shape[1] <= self.chunk or options["past_key_values"] is not None:
+        if hidden_states.shape[:2].numel() <= self.chunk or options["past_key_values"] is not None:
             return cast(Tensor, super().__call__(hidden_states, **options))
         # The parameters are inputs so that autograd differentiates the first layer, whose input has no gradient.
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]

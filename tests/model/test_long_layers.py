@@ -65,13 +65,23 @@ def test_autocast_is_that_of_the_forward_pass(tiny, tmp_path):
 
 
 def test_short_micro_batches_are_computed_as_before(tiny, tmp_path):
-    """Bit for bit, by transformers' own layer."""
+    """Bit for bit, by transformers' own layer: two rows of 32 tokens."""
     trainer = make(tiny, tmp_path)
     inputs = batch(trainer)
     expected = loss_and_gradients(trainer, inputs, 4)
-    chunk_layers(unwrap_peft(trainer.model), 32, on_host=False)
+    chunk_layers(unwrap_peft(trainer.model), 64, on_host=False)
     loss, gradient = loss_and_gradients(trainer, inputs, 4)
     assert loss == expected[0] and torch.equal(gradient, expected[1])
+
+
+def test_the_tokens_of_all_rows_count(tiny, tmp_path):
+    """Eager attention has a row for each completion: many short ones take as much memory as a long one."""
+    trainer, sizes = make(tiny, tmp_path), []
+    inputs, base = batch(trainer), unwrap_peft(trainer.model)
+    chunk_layers(base, 32, on_host=False)
+    base.model.layers[0].mlp.register_forward_pre_hook(lambda _, x: sizes.append(x[0].shape[:2].numel()))
+    loss_and_gradients(trainer, inputs, 4, packing="none")
+    assert max(sizes) == 32
 
 
 def test_each_chunk_of_experts_is_computed_once_in_each_pass(tiny, tmp_path, monkeypatch):
