@@ -88,22 +88,24 @@ def may_attend(batch: PackedBatch, window: int | None) -> Tensor:
 
 
 def cut_micro_batches(
-    prompts: Sequence[Hashable], lengths: Sequence[tuple[int, int]], most_tokens: int, share: bool
+    prompts: Sequence[Hashable], lengths: Sequence[tuple[int, int]], most_tokens: int, share: bool, one_row: bool
 ) -> list[list[int]]:
     """The indices of the completions in each micro-batch, which has at most `most_tokens` tokens or a single
-    completion. `lengths` are (prompt, completion) in tokens. With `share` equal prompts are computed once."""
+    completion. `lengths` are (prompt, completion) in tokens. `share` and `one_row` are those of `pack_batch`. Padding
+    counts where each completion has a row: beside a long one, many short ones would take as much memory each."""
     cut: list[list[int]] = []
-    used, present = 0, set[Hashable]()
+    used, present, longest = 0, set[Hashable](), 0
     # Groups stay together, in the order of their first completions.
     first = {prompt: i for i, prompt in reversed(list(enumerate(prompts)))}
     for i in sorted(range(len(prompts)), key=lambda i: (first[prompts[i]], i)):
         prompt, completion = lengths[i]
         need = completion + (0 if share and prompts[i] in present else prompt)
-        if not cut or used + need > most_tokens:
+        size = used + need if share or one_row or not cut else max(longest, need) * (len(cut[-1]) + 1)
+        if not cut or size > most_tokens:
             cut.append([])
-            used, present, need = 0, set(), prompt + completion
+            used, present, longest, need = 0, set(), 0, prompt + completion
         cut[-1].append(i)
-        used += need
+        used, longest = used + need, max(longest, need)
         present.add(prompts[i])
     return cut
 

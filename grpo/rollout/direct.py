@@ -37,12 +37,13 @@ def choose_tokens(
     tokens = torch.zeros(len(prompts), dtype=torch.int64, device=base.device)
     probabilities = torch.zeros(len(prompts), len(actions), device=base.device)
     lengths = [(len(prompt), 1) for prompt in prompts]
-    micro_batches = cut_micro_batches(list(map(tuple, prompts)), lengths, token_limit, share)
+    one_row = attention in KERNELS
+    micro_batches = cut_micro_batches(list(map(tuple, prompts)), lengths, token_limit, share, one_row)
     with evaluating(base):
         for indices in with_progress("choosing answers", micro_batches, "micro-batch", len(micro_batches), 1, LINE_S):
             # Packing needs a completion behind each prompt. Its token changes nothing, because nothing attends to it.
             batch = [prompts[i] for i in indices]
-            packed = pack_batch(batch, [[0]] * len(batch), share, attention in KERNELS, base.device)
+            packed = pack_batch(batch, [[0]] * len(batch), share, one_row, base.device)
             logits = base.get_output_embeddings()(hidden_states(base, packed, attention)).float()  # (b, V)
             rows = torch.tensor(indices, device=base.device)[packed.rows]
             if temperature:

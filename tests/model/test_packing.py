@@ -62,4 +62,14 @@ def test_every_token_sees_what_it_would_in_its_own_row(pool, data, share, one_ro
 )  # fmt: skip
 def test_micro_batches_hold_as_many_tokens_as_fit(most_tokens, share, cut):
     """Equal prompts stay together; a completion that alone is too long has a micro-batch of its own."""
-    assert cut_micro_batches("aba", [(10, 5)] * 3, most_tokens, share) == cut
+    assert cut_micro_batches("aba", [(10, 5)] * 3, most_tokens, share, True) == cut
+
+
+@pytest.mark.parametrize(
+    ("most_tokens", "one_row", "cut"),
+    [(40, False, [[0], [1, 2, 3]]), (79, True, [[0, 1, 2, 3]]), (79, False, [[0], [1, 2, 3]]),
+     (80, False, [[0, 1], [2, 3]]), (159, False, [[0, 1, 2], [3]]), (160, False, [[0, 1, 2, 3]])],
+)  # fmt: skip
+def test_padding_counts_where_each_completion_has_a_row(most_tokens, one_row, cut):
+    """A row is as long as the longest: one completion of 30 tokens and three of 3, each behind a prompt of 10."""
+    assert cut_micro_batches("aabb", [(10, 30), (10, 3), (10, 3), (10, 3)], most_tokens, False, one_row) == cut
