@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samplers: one by one, and transformers' generation against TRL's own."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,21 @@ def test_rollouts_and_evaluations_draw_from_streams_of_their_own():
 def test_each_prompt_gets_a_sample_in_order():
     session = BatchSession(lambda prompts, limits: (Sample([*prompt, n]) for n, prompt in enumerate(prompts)))
     assert [sample.ids for sample in session.complete([[5], [5], [7]])] == [[5, 0], [5, 1], [7, 2]]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_checkpoint_changes_no_probabilities_by_its_generation_config(tiny, tmp_path, temperature):
+    """The learner knows no penalty for repetitions, and vLLM is told to leave the file alone."""
+    trainer = make(tiny, tmp_path, MAX_COMPLETION_LEN=12)
+    set_adapter(trainer, 1, 1.0)
+    prompts, sampling = prompts_of(trainer), Sampling(5, temperature, 1.0, 12)
+    own, network = trainer.model.generation_config, trainer.model.get_base_model()
+    expected = [sample.ids for sample in trainer.sampler.sample(prompts, 2, sampling)]
+    network.generation_config = replaced = copy.deepcopy(own)
+    replaced.update(repetition_penalty=3.0, min_p=0.9, no_repeat_ngram_size=1)
+    assert [sample.ids for sample in trainer.sampler.sample(prompts, 2, sampling)] == expected
+    assert trainer.model.generation_config is network.generation_config is replaced
 
 
 @pytest.mark.numeric
