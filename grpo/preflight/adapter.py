@@ -16,6 +16,8 @@ from grpo.plan.targets import expected_shapes, matrix_of, peft_targets, shortest
 from grpo.settings.parsing import show
 from grpo.settings.table import Settings
 
+# Values of PEFT's init_lora_weights that subtract the first adapter from the base model (peft/tuners/lora/layer.py).
+CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 NAME_AN_ADAPTER = "Name the folder of an adapter: a run's, its best/, a checkpoint, or what scripts/sft.py wrote"
 
 
@@ -52,7 +54,11 @@ def read_adapter(folder: Path, model: ModelConfig) -> dict[str, Any]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if config.get("peft_type") != "LORA" or type(rank) is not int or not isinstance(alpha, int | float):
         raise ValueError(f"{ADAPTER_CONFIG} is not that of a LoRA adapter")
-    for name in ("use_rslora", "alpha_pattern"):  # All other options change the tensors, which are compared below.
+    if (start := str(config.get("init_lora_weights")).lower()).startswith(CHANGING_THE_BASE):
+        fault = f"PEFT's init_lora_weights={start} changed its base model's weights, which are not in it"
+        raise ValueError(f"{fault}. save_pretrained can make a plain LoRA (path_initial_model_for_weight_conversion)")
+    # All other options change the tensors, which are compared below.
+    for name in ("use_rslora", "alpha_pattern"):
         if config.get(name):
             fault = f"it was made with PEFT's {name}"
             raise ValueError(f"{fault}, and this program scales all modules by LORA_ALPHA / LORA_R")
