@@ -338,6 +338,9 @@ def check_computed_model(resolved: ResolvedRun, problems: Problems) -> None:
         return
     for fault in fixed_faults(config):
         problems.add(where, fault, "Name another model, or correct config.json where it is wrong")
+    if not config["sliding_window"] and not resolved.use_vllm:
+        fault = f"config.json: sliding_window is {config['sliding_window']}, and transformers generates with none"
+        problems.add(where, fault, "Write the model's max_position_embeddings there, which means the same")
     longest = plan.prompt_len + resolved.settings.MAX_COMPLETION_LEN
     for fault in vllm_faults(config, longest) if resolved.use_vllm else ():
         problems.add(where, fault, "Set USE_VLLM=0 (transformers generates, which takes longer)")

@@ -65,6 +65,15 @@ def test_the_window_is_compared_with_the_longest_sequence(run, changed_model):
         assert len(model_problems(run(H100, MODEL_ID=folder, USE_VLLM=1, MAX_COMPLETION_LEN=10))) == problems
 
 
+@pytest.mark.parametrize("window", [0, None])
+def test_transformers_does_not_generate_without_a_window(run, changed_model, window):
+    """It would end in the first rollout, even where no layer is a sliding one. vLLM takes both for no window."""
+    for kind in ("full_attention", "sliding_attention"):
+        folder = changed_model(sliding_window=window, layer_types=[kind] * 3)
+        assert f"config.json: sliding_window is {window}, and transformers" in only(run(MODEL_ID=folder).problems)
+    assert not model_problems(run(H100, MODEL_ID=folder, USE_VLLM=1))
+
+
 def test_a_model_that_nothing_computes_is_refused_everywhere(run, changed_model):
     folder = changed_model(swiglu_limit=5.0)
     problem = only(run(MODEL_ID=folder).problems)
