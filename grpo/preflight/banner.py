@@ -65,7 +65,8 @@ def run_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
     if rows:
         yield "data", f"{len(rows)} training rows, {len(resolved.eval_rows)} held-out rows"
         yield "held out", chosen["heldout"].reason
-        length += f", {s.TOTAL_STEPS * s.PROMPTS_PER_STEP / s.NUM_ITERATIONS / len(rows):.1f} epochs over the rows"
+        epochs = s.TOTAL_STEPS * s.PROMPTS_PER_STEP / s.NUM_ITERATIONS / len(rows)
+        length += f", {epochs:{'.1f' if epochs >= 0.95 else '.2g'}} epochs over the rows"
     else:
         yield "data", "no row that can be used, see below"
     batch = f"{s.PROMPTS_PER_STEP} prompts x {s.NUM_GENERATIONS} generations = {s.completions_per_step} completions"

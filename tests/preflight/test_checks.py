@@ -195,6 +195,12 @@ def test_steps_of_so_many_epochs(epochs, rows, prompts, steps):
     assert choose_total_steps(twice, {"TOTAL_STEPS": "default"}, rows, Problems()).value == steps
 
 
+@pytest.mark.parametrize(("steps", "epochs"), [(2, "0.02"), (91, "0.93"), (98, "1.0"), (4000, "40.9")])
+def test_a_small_part_of_the_rows_is_not_called_none(tiny_run, steps, epochs):
+    length = dict(banner.run_lines(tiny_run(TOTAL_STEPS=steps)))["length"]
+    assert length.startswith(f"{steps} steps, {epochs} epochs over the rows")
+
+
 def test_epochs_are_resolved_to_steps_before_anything_uses_them(tiny_run):
     resolved = tiny_run(NUM_TRAIN_EPOCHS=2.5)
     assert not resolved.problems and (resolved.settings.TOTAL_STEPS, resolved.sources["TOTAL_STEPS"]) == (245, "chosen")
