@@ -59,7 +59,8 @@ def test_the_same_update_and_the_same_rows(tiny, tmp_path):
     for size, (first, *others) in updates.items():
         assert all(other == first for other in others), "bit for bit on every rank"
         difference = (torch.tensor(first) - alone).norm(dim=1) / alone.norm(dim=1)
-        assert (difference < 2e-5).all(), (size, dict(zip(LOSSES, difference.tolist(), strict=True)))
+        # Rounding makes 3e-6 to 2.1e-5 by processor and loss; a sum of gradients that is 0.1% too large makes 2.5e-3.
+        assert (difference < 5e-5).all(), (size, dict(zip(LOSSES, difference.tolist(), strict=True)))
         folder = tmp_path / str(size)
         assert {path.parent.name for path in folder.rglob("*.csv")} == {"0"}, "rank 0 writes"
         completions, metrics = (read_csv(folder / "0" / name) for name in ("completions.csv", "metrics.csv"))
