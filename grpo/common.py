@@ -2,13 +2,14 @@
 """The log, the project's folder, the problems of an input, and helpers for texts: what every room may use."""
 
 import argparse
+import contextlib
 import difflib
 import logging
 import math
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +64,19 @@ def is_text(text: str) -> bool:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
+
+
+@contextlib.contextmanager
+def restored_variables(*names: str) -> Iterator[None]:
+    """After the block these environment variables are as before."""
+    kept = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, before in kept.items():
+            os.environ.pop(name, None)
+            if before is not None:
+                os.environ[name] = before
 
 
 def without_surrogates(text: str) -> str:

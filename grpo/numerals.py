@@ -52,10 +52,8 @@ _NUMERAL = re.compile(
     r"(?P<top>[-+]?(?:(?:\d+|[1-9]\d{0,2}(?:[,'_]\d{3})+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,2})?)(?:/(?P<bottom>\d+))?"
     r"(?P<unit>(?:[A-Za-z]{2,})?)(?:[-/][A-Za-z]{2,})*"  # 42kg, 5/lb, 3-digit; 5m may be metres or millions
 )
-_FRONT = re.compile(r"^(?:[^\w.+\-<>≤≥≠±×÷·^/\\|]|_)+")  # punctuation and emphasis before a word
-_BACK = re.compile(
-    r"^(?:[^\w+\-<>≤≥≠±×÷·^/\\|]|_)+"
-)  # and behind it, read backwards: a search for the end is quadratic
+# Punctuation and emphasis before a word, and behind it, read backwards: a search for the end would be quadratic.
+_FRONT, _BACK = re.compile(r"^(?:[^\w.+\-<>≤≥≠±×÷·^/\\|]|_)+"), re.compile(r"^(?:[^\w+\-<>≤≥≠±×÷·^/\\|]|_)+")
 _NAME = re.compile(r"[A-Za-z]+\d+[A-Za-z]*")  # such as B12
 _OPERATORS = frozenset("+-*/^×÷·±<>≤≥≠xX") | {"minus", "negative", "plus", "times", "over"}
 _JOINING = frozenset({"to", "or", "and", "through"})  # `5 to 10` and `42 or 43` are two numbers.

@@ -43,6 +43,7 @@ TABLE_DOC = "docs/data.md#from-a-table-to-the-format"
 MOST_PROBLEMS = 20  # So many problems of a file are listed; further ones are only counted.
 ROW_LOCATION = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
 # Keys of a message in TRL's form or in ShareGPT's, as text that cannot be parsed holds them.
+HALF_A_CHARACTER = "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8"  # problem, remedy
 MESSAGE_KEYS = [re.compile(rf"""["'](?:{names})\\?["']\s*:""") for names in ("role|from", "content|value")]
 INSTRUCTING = ("system", "developer")  # gpt-oss's template takes these roles only in the first message
 Messages = tuple[tuple[str, str], ...]
@@ -271,7 +272,7 @@ def make_rows(
         q = read_numbers(where, columns, q_names, problems)
         messages, trl_prompt = read_messages(where, columns, system, problems)
         if not all(is_text(text) for _, text in messages):
-            problems.add(where, "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8")
+            problems.add(where, *HALF_A_CHARACTER)
         unrendered = "\n".join(text for role, text in messages if role != "rendered")
         if tokens := dict.fromkeys(TOKEN.findall(unrendered)):
             problem = f"it holds {', '.join(tokens)}: the model reads these as the begin or end of a message"

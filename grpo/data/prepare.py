@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo.common import InputError, Problems, format_exception, is_text
-from grpo.data.files import Row
+from grpo.data.files import HALF_A_CHARACTER, Row
 from grpo.data.formats import Cell
 from grpo.data.heldout import Split
 from grpo.data.prompts import count_tokens, render, template_arguments, template_variables
@@ -81,7 +81,7 @@ def render_row(settings: Settings, row: Row, template: str | None, tools: Tools 
             fix = "Download the model again, or write what its template takes"
             raise UnpreparedPrompt(model, fault, fix) from None
     if not is_text(prompt):  # An argument of the template, or a prompt from a command line.
-        raise UnpreparedPrompt(where, "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8")
+        raise UnpreparedPrompt(where, *HALF_A_CHARACTER)
     if settings.DIRECT_ANSWERS:
         try:
             prompt = open_answer(prompt)

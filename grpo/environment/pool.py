@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from grpo.common import ROOT, InputError
+from grpo.common import ROOT, InputError, restored_variables
 from grpo.environment.worker import Description, Reply, serve
 
 TIMED_OUT, DIED = "it gave no answer in ENV_TIMEOUT", "its process ended"
@@ -83,13 +83,9 @@ def with_project_on_path() -> Iterator[None]:
     """Inside the block a new fork server can import this project wherever the program was started. Before Python 3.12.8
     and 3.13.1 it ignores `sys.path`, and passes over what it cannot import without a word
     (https://github.com/python/cpython/issues/117378)."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (before, str(ROOT))))
-    try:
+    with restored_variables("PYTHONPATH"):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
         yield
-    finally:
-        del os.environ["PYTHONPATH"]
-        os.environ.update({} if before is None else {"PYTHONPATH": before})
 
 
 def describe_environment(name: str, timeout: float) -> Description:

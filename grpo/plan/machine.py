@@ -4,7 +4,6 @@
 import contextlib
 import dataclasses
 import importlib.metadata
-import itertools
 import math
 import os
 import platform
@@ -96,8 +95,8 @@ def cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
     group = ""
     with contextlib.suppress(OSError):
         group = next((line[4:] for line in own.read_text().splitlines() if line.startswith("0::/")), "")
-    free = math.inf
-    for folder in (root, *(root / part for part in itertools.accumulate(Path(group).parts, os.path.join))):
+    free, lowest = math.inf, root / group
+    for folder in (lowest, *lowest.parents):
         with contextlib.suppress(OSError, ValueError, KeyError):
             limit = int((folder / "memory.max").read_text())  # ValueError for "max", which is no limit.
             cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())["inactive_file"]

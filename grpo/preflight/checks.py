@@ -254,7 +254,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     commit, split = ranks.broadcast(recorded_commit(settings)), read_split(settings, problems)
     resolved = resolve(read_facts(settings, sources, split, machine, ranks, problems, commit), problems)
     check_learning(resolved, resolved.recorded, problems)
-    garbage_warning, trial = check_rollouts(resolved, problems)
+    garbage_warning, trial = check_rollouts(resolved, problems), check_episodes(resolved, problems)
     _, warnings = unknown_variables(environ)
     warnings += filter(None, [garbage_warning, *answer_warnings(resolved)])
     if resolved.machine.capability >= BLACKWELL:
@@ -306,17 +306,16 @@ def check_learning(resolved: ResolvedRun, settings: Settings, problems: Problems
             check_disk(settings, resolved.files, resolved.plan.adapter, problems)
 
 
-def check_rollouts(resolved: ResolvedRun, problems: Problems) -> tuple[str | None, Trial | None]:
-    """Checks rewards, rollouts and evaluations of a run of train_grpo.py. Returns a warning and the trial episode, each
-    None if there is none."""
+def check_rollouts(resolved: ResolvedRun, problems: Problems) -> str | None:
+    """Checks rollouts of a run of train_grpo.py, and unless it has an ENVIRONMENT its rewards and evaluations. Returns
+    a warning or None."""
     asked, use_vllm = resolved.asked, resolved.use_vllm
     check_engine_kept(resolved, problems)
     check_trackers(asked, problems)
     check_top_p(asked, use_vllm, problems)
     tokenizer = resolved.files.tokenizer if resolved.files and resolved.longest_prompt else None
     if asked.ENVIRONMENT:
-        specs = check_reward_names(resolved.choices["REWARDS"].value, problems)
-        return None, check_environment(asked, resolved.environment, specs, resolved.rows, problems)
+        return None
     specs, garbage_warning = check_rewards(asked, resolved.choices["REWARDS"].value, resolved.rows, problems, tokenizer)
     if asked.EVAL_DATA is not None:  # Rows held out of DATA have its columns.
         columns = column_names(resolved.rows)
@@ -328,7 +327,15 @@ def check_rollouts(resolved: ResolvedRun, problems: Problems) -> tuple[str | Non
         fix = "Set EXPECTED_REWARD=auto, or change that"
         problems.add("EXPECTED_REWARD", f"it cannot be used: {expected.reason}", fix)
     check_simulation(resolved, problems)
-    return garbage_warning, None
+    return garbage_warning
+
+
+def check_episodes(resolved: ResolvedRun, problems: Problems) -> Trial | None:
+    """Checks the rewards of a run with an ENVIRONMENT, and plays a trial episode there, which it returns."""
+    if not resolved.asked.ENVIRONMENT:
+        return None
+    specs = check_reward_names(resolved.choices["REWARDS"].value, problems)
+    return check_environment(resolved.asked, resolved.environment, specs, resolved.rows, problems)
 
 
 def check_computed_model(resolved: ResolvedRun, problems: Problems) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from grpo.common import log
+from grpo.common import log, restored_variables
 from grpo.plan.engine_memory import SWIZZLED_AT_ONCE
 
 # TRL sets the same log level; with a lower one vLLM warns of every kernel that a rollout compiles (vllm/envs.py).
@@ -24,21 +24,15 @@ COMPILER_VARIABLES = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR"
 @contextlib.contextmanager
 def vllm_environment() -> Iterator[None]:
     """Sets vLLM's variables while it starts in this process. Afterwards the compilers' variables are as before."""
-    kept = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
-    for name, value in VLLM_SWITCHES.items():
-        os.environ.setdefault(name, value)
-    # The weight sync and torch's seed would not reach another process.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # In a process that compiles, but not in one that loads compiled code, torch moves Triton's cache into its own, of
-    # which vLLM has one per configuration: https://github.com/sgl-project/sglang-omni/issues/439
-    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
-    try:
+    with restored_variables(*COMPILER_VARIABLES):
+        for name, value in VLLM_SWITCHES.items():
+            os.environ.setdefault(name, value)
+        # The weight sync and torch's seed would not reach another process.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # In a process that compiles, but not in one that loads compiled code, torch moves Triton's cache into its own,
+        # of which vLLM has one per configuration: https://github.com/sgl-project/sglang-omni/issues/439
+        os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
         yield
-    finally:
-        for name, before in kept.items():
-            os.environ.pop(name, None)
-            if before is not None:
-                os.environ[name] = before
 
 
 def patch_kernels() -> None:
