@@ -23,6 +23,7 @@ from grpo.settings.table import Settings
 
 if TYPE_CHECKING:
     import jinja2
+    from tokenizers import Tokenizer
 
 # Columns whose cells are arguments of the chat template: name, type, and its name in messages.
 TEMPLATE_COLUMNS: list[tuple[str, type, str]] = [
@@ -138,11 +139,18 @@ def compile_template(template: str, date: str) -> jinja2.Template:
 PROMPTS_PER_BATCH = 1000  # limited, because the encoding of a prompt takes more memory than its row
 
 
-def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
-    """The number of tokens of each prompt. An unusable file may raise a BaseException that is no Exception."""
+@functools.cache
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, cached, because gpt-oss's takes a second. An unusable file may raise a
+    BaseException that is no Exception."""
     from tokenizers import Tokenizer  # Imported late, as in `compile_template`.
 
-    loaded = Tokenizer.from_file(str(tokenizer))
+    return Tokenizer.from_file(str(path))
+
+
+def count_tokens(tokenizer: Path, prompts: Sequence[str]) -> dict[str, int]:
+    """The number of tokens of each prompt. Raises what `open_tokenizer` does."""
+    loaded = open_tokenizer(tokenizer)
     lengths: dict[str, int] = {}
     starts = range(0, len(prompts), PROMPTS_PER_BATCH)
     for start in with_progress("counting tokens", starts, total=len(prompts), each=PROMPTS_PER_BATCH):

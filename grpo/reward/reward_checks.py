@@ -13,7 +13,7 @@ from statistics import fmean
 import rewards
 from grpo.common import Problems, one_line
 from grpo.data.files import Row, column_names, missing_actions_problem
-from grpo.data.prompts import answer_of, count_tokens
+from grpo.data.prompts import answer_of, count_tokens, open_tokenizer
 from grpo.harmony import ASSISTANT, RETURN, answer_turn, completion_of, final_channel
 from grpo.numerals import gold_number
 from grpo.reward.calling import RewardError, load_rewards
@@ -166,9 +166,7 @@ def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[in
     for token ids, and the final channel's text for the decoded one."""
     if tokenizer is None:
         return [list(text.encode()) for text in texts], [final_channel(text) or "" for text in texts]
-    from tokenizers import Tokenizer  # Imported late, so that the preflight can name packages that are missing.
-
-    loaded = Tokenizer.from_file(str(tokenizer))
+    loaded = open_tokenizer(tokenizer)
     ids = [encoding.ids for encoding in loaded.encode_batch(texts, add_special_tokens=False)]
     return ids, loaded.decode_batch(ids, skip_special_tokens=True)
 
@@ -241,9 +239,9 @@ def score_made_up(
 
 def answer_lengths(names: Sequence[str], rows: Sequence[Row], tokenizer: Path) -> list[tuple[int, Row]]:
     """The tokens of each row's correct answer, without any reasoning, where it is known."""
-    answers = {row.id: text for row in rows if (text := correct_completion(row, names))}
-    lengths = count_tokens(tokenizer, list(dict.fromkeys(answers.values())))
-    return [(lengths[answers[row.id]], row) for row in rows if row.id in answers]
+    answers = [(text, row) for row in rows if (text := correct_completion(row, names))]
+    lengths = count_tokens(tokenizer, list(dict.fromkeys(text for text, _ in answers)))
+    return [(lengths[text], row) for text, row in answers]
 
 
 def longest_answer_warning(
