@@ -33,6 +33,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 UNFINISHED = "adapter.tmp"  # The folder that the adapter is written to, before its files are moved to OUTPUT_DIR.
 BEST = "best"  # The folder of the best evaluated adapter.
 BEST_RECORD = "best.json"  # The last file of that folder.
+MEASURED_LATER = "evaluation-*.json"  # What scripts/evaluate.py writes there about the run's adapter.
 LOGS = ("metrics.csv", "completions.csv")
 TRAINING_LOG = "training.log"
 APPENDED = (*LOGS, TRAINING_LOG)  # The files that a run that continues appends to.
@@ -195,14 +196,15 @@ def lock_output_dir(environ: Mapping[str, str]) -> tuple[RunLock | None, str | N
 
 
 def delete_run(folder: Path) -> None:
-    """Deletes the run in `folder` and its zip. The folder itself stays, because it may be a mount point, and so do
-    files that no run wrote. The folder holds DELETING until `prepare_run` has written the new run's settings, so that
-    `inspect_run` knows after a kill that the deletion had begun."""
+    """Deletes the run in `folder`, its zip, and what was measured of its adapter later: the new run's zip would hold
+    these figures as its own. The folder itself stays, because it may be a mount point, and so do all other files. The
+    folder holds DELETING until `prepare_run` has written the new run's settings, so that `inspect_run` knows after a
+    kill that the deletion had begun."""
     with contextlib.suppress(FileNotFoundError):  # An earlier deletion may have been killed after the renaming.
         os.replace(folder / SETTINGS, folder / DELETING)
     zip_path(folder).unlink(missing_ok=True)
     for path in folder.iterdir():
-        if is_of_run(path.name):
+        if is_of_run(path.name) or path.match(MEASURED_LATER):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

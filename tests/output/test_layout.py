@@ -49,9 +49,10 @@ def test_overwrite_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
     settings, folder = run_dir(tmp_path, OVERWRITE=True)
     for inner in ("mine/deep", "best", "report", "runs/Nov22", "superseded-checkpoint-4.2", "superseded-best"):
         (folder / inner).mkdir(parents=True)
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "versions.json.tmp", "complete.json"):
+    measured = "evaluation-more.json"  # by scripts/evaluate.py, of the adapter that is deleted
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "versions.json.tmp", "complete.json", measured):
         (folder / name).touch()
-    mine = ["checkpoint-4-mine", "metrics.csv.bak", "my_tokens.json", "notes.txt"]
+    mine = ["checkpoint-4-mine", "evaluation-of-mine.csv", "metrics.csv.bak", "my_tokens.json", "notes.txt"]
     for name in mine:
         (folder / name).touch()
     prepare_run(inspect(settings)[0], settings, {})
