@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rank, alpha and targets of the adapter: from the settings, or from the adapter that INIT_ADAPTER names."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,8 @@ def read_adapter(folder: Path, model: ModelConfig) -> dict[str, Any]:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if config.get("peft_type") != "LORA" or type(rank) is not int or not isinstance(alpha, int | float):
         raise ValueError(f"{ADAPTER_CONFIG} is not that of a LoRA adapter")
+    if rank < 1 or not 0 < alpha < math.inf:
+        raise ValueError(f"nothing can be learned with r={rank} and lora_alpha={alpha:g}")
     if (start := str(config.get("init_lora_weights")).lower()).startswith(CHANGING_THE_BASE):
         fault = f"PEFT's init_lora_weights={start} changed its base model's weights, which are not in it"
         raise ValueError(f"{fault}. save_pretrained can make a plain LoRA (path_initial_model_for_weight_conversion)")

@@ -67,6 +67,8 @@ def flip_a_weight(folder: Path) -> None:
         (change_config(peft_type="IA3"), None, ["not that of a LoRA"]),
         (change_config(use_rslora=True), None, ["use_rslora"]),
         (change_config(init_lora_weights="pissa_niter_4"), None, ["init_lora_weights=pissa_niter_4 changed its base"]),
+        (change_config(lora_alpha=0), None, ["nothing can be learned with r=3 and lora_alpha=0"]),
+        (change_config(lora_alpha=float("nan")), None, ["nothing can be learned with r=3 and lora_alpha=nan"]),
         (change_config(r=4), None, ["no LoRA of rank 4 for this model", "0.self_attn.q_proj.lora_A.weight is [3, "]),
         (lambda folder: None, REAL_CONFIG, ["for this model", "expected [3, 2880]"]),
         (lambda folder: None, {"num_hidden_layers": 9}, ["q_proj.lora_A.weight is not there, expected"]),
