@@ -178,7 +178,8 @@ def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: P
     fewer = ", or start fewer processes" if machine.here > 1 else ""
     if machine.gpus:
         if shortfall := memory_shortfall(plan, machine):
-            name = "VLLM_GPU_MEM" if engine and engine.cache < engine.cache_least else f"GPU {machine.gpu}"
+            limited = settings.VLLM_GPU_MEM is not None and engine and engine.cache < engine.cache_least
+            name = "VLLM_GPU_MEM" if limited else f"GPU {machine.gpu}"
             advice = memory_advice(settings, inputs)
             if machine.gpu_limit is not None:
                 advice = f"Raise GPU_MEM_LIMIT if the GPU has room. {advice}"
@@ -204,7 +205,8 @@ def check_disk(settings: Settings, files: ModelFiles, adapter: float, problems: 
     # Adapter and its two AdamW moments in float32, per kept checkpoint, plus the final adapter, the logs and the zip.
     output = adapter * (settings.SAVE_TOTAL_LIMIT + 2) + 0.2
     cache = "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
-    home = Path(os.path.expanduser(os.environ.get(cache) or "~/.cache/huggingface"))
+    default = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    home = Path(os.path.expanduser(os.environ.get(cache) or default))
     is_local = settings.MODEL_ID == "tiny" or os.path.isdir(settings.MODEL_ID)
     cached = files.folder.glob("*.safetensors") if files.folder else ()
     download = 0.0 if is_local else hub.checkpoint_gib(files.config) - sum(path.stat().st_size for path in cached) / GIB

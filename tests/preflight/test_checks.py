@@ -226,8 +226,9 @@ def test_memory():
     assert "weights 38.96 + adapter" in problem and "EXPERTS=mxfp4 fits" in problem
     problem = memory_problems(H100, MAX_COMPLETION_LEN=131_072 - 939)[0]
     assert f"more than the model's 131072 positions. Set it to {131_072 - 940} or lower" in problem
-    problem = only(memory_problems(dataclasses.replace(H100, gpu_free=50.0), True))
-    assert problem.startswith("VLLM_GPU_MEM: 50.0 of 79.6 GiB are free, and vLLM would have 0.0 GiB of cache")
+    for share, name in ((None, f"GPU {H100.gpu}"), (0.2, "VLLM_GPU_MEM")):  # A setting is named if the user set it.
+        problem = memory_problems(dataclasses.replace(H100, gpu_free=50.0), True, VLLM_GPU_MEM=share)[0]
+        assert problem.startswith(f"{name}: 50.0 of 79.6 GiB are free, and vLLM would have 0.0 GiB of cache")
     # On a Hopper card, which can share the weights, nothing of them goes to the host.
     for capability, way_on in ((0.0, "or set USE_VLLM=0"), (9.0, "or set EXPERTS=shared")):
         problem = only(memory_problems(dataclasses.replace(H100, ram_free=12.0, capability=capability), True))
@@ -361,6 +362,9 @@ def test_disk_space(tmp_path, monkeypatch):
     problem = only(problems(5 * 2**30))
     assert problem.startswith(f"HF_HOME={tmp_path / 'hf'}: ") and "12.8 GiB" in problem
     assert "60.8 GiB" in only(problems(50 * 2**30, config=LARGE_CONFIG))
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert only(problems(5 * 2**30)).startswith(f"HF_HOME={tmp_path / 'caches' / 'huggingface'}: ")
     (tmp_path / "model.safetensors").touch()
     for size, need in ((5 * 2**30, ["7.8 GiB"]), (13_761_264_768, [])):
         os.truncate(tmp_path / "model.safetensors", size)
