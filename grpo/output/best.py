@@ -16,7 +16,8 @@ from grpo.output.layout import ADAPTER, BEST, BEST_RECORD, COMPLETE, MANIFEST, u
 
 def is_better(best_by: str, value: float, other: float) -> bool:
     """Whether `value` of BEST_BY's figure is better than `other`: a reward should be high, a simulator's figure low."""
-    return value > other if best_by == "reward" else value < other
+    gain = value - other if best_by == "reward" else other - value
+    return round(gain, 9) > 0  # A smaller one is rounding, as in `paired_difference`.
 
 
 def adapter_fault(folder: Path) -> str | None:

@@ -52,7 +52,11 @@ def test_a_record_with_a_valid_seal_that_no_run_wrote_begins_again(tmp_path, cha
 
 @pytest.mark.parametrize(
     ("by", "value", "is_better_than_base"),
-    [("reward", 0.41, True), ("reward", 0.4, False), ("plant", 19.9, True), ("plant", 20.0, False)],
+    [
+        *(("reward", 0.41, True), ("reward", 0.4, False), ("plant", 19.9, True), ("plant", 20.0, False)),
+        # The same figure out of other probabilities differs by rounding.
+        *(("reward", 0.4 + 1e-16, False), ("plant", 20.0 - 1e-14, False)),
+    ],
 )
 def test_a_step_that_only_equals_the_base_model_is_not_better(tmp_path, by, value, is_better_than_base):
     figures = {"reward": value} if by == "reward" else {}
