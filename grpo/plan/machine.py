@@ -53,11 +53,14 @@ class Machine:
         """Why there is no GPU to use, as a clause."""
         if self.has_amd:
             return "the GPU here is AMD's, which is not supported, and no NVIDIA one is visible"
-        return "no GPU is visible"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # nvidia-smi finds no part of a GPU by its name, MIG-...
+        return f"nvidia-smi shows no GPU for CUDA_VISIBLE_DEVICES={visible}" if visible else "no GPU is visible"
 
     @property
     def gpu_memory_text(self) -> str:
         """How much of the GPU's memory a run may take, as a clause."""
+        if not self.gpu_total:  # Of a GPU that shares the host's memory, such as a GB10.
+            return "nvidia-smi does not tell its memory"
         free = f"{self.gpu_free:.1f} of {self.gpu_total:.1f} GiB"
         return f"{free} are free" if self.gpu_limit is None else f"GPU_MEM_LIMIT allows {free}"
 

@@ -30,6 +30,17 @@ def test_the_gpu_that_nvidia_smi_shows(monkeypatch, claimed_gpu):
     assert machine.read_machine().gpus == 0
 
 
+def test_what_nvidia_smi_does_not_tell_is_named(monkeypatch, tmp_path):
+    """Of a part of a GPU (MIG), which it does not find by its name, and of a GPU that has no memory of its own."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    write_commands(tmp_path, {"nvidia-smi": "echo No devices were found; exit 6"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1f2e")
+    assert machine.read_machine().no_gpu == "nvidia-smi shows no GPU for CUDA_VISIBLE_DEVICES=MIG-1f2e"
+    write_commands(tmp_path, {"nvidia-smi": "echo 'NVIDIA GB10, [N/A], [N/A], 12.1'"})
+    gpu = machine.read_machine()
+    assert (gpu.gpu, gpu.gpus) == ("NVIDIA GB10", 1) and gpu.gpu_memory_text == "nvidia-smi does not tell its memory"
+
+
 @pytest.mark.parametrize("sign", ["device", "tool"])
 def test_an_amd_gpu_is_called_by_its_name(monkeypatch, tmp_path, sign, claimed_gpu):
     """Where no NVIDIA GPU is visible, and unless CUDA_VISIBLE_DEVICES asks for the CPU."""
