@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if args.push:
             print(f"uploaded: {upload(args.out, args.push)}")
-    except ValueError as error:
+    except InputError as error:
         print(*error.args, sep="\n", file=sys.stderr)
         return 2
     except (OSError, SafetensorError) as error:

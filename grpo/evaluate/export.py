@@ -134,7 +134,7 @@ def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
 
 def export(options: argparse.Namespace) -> float | None:
     """Write the merged model to --out, whole or not at all; returns the share of the adapter's update that survived
-    rounding. Raises InputError, and ValueError or SafetensorError for a damaged base."""
+    rounding. Raises InputError, and SafetensorError for a damaged base."""
     s, files, base = prepare(options)
     scale = check_merge(options, files)
     if problem := fetch_weights(s.MODEL_ID, files):

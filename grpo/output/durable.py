@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from grpo.common import Problems, log
+from grpo.common import InputError, Problems, log
 
 SEAL = "sha256"  # The key of a JSON record that holds the checksum of all its other values.
 Record = dict[str, Any]  # A JSON object, whose values may be of any type.
@@ -173,7 +173,7 @@ def type_fault(value: object, kind: Any, name: str) -> str | None:
 
 
 def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
-    """The object in a JSON file. Raises OSError, and ValueError with the file's name if it holds no JSON object, or a
+    """The object in a JSON file. Raises OSError, and InputError with the file's name if it holds no JSON object, or a
     value of another type than TYPES says. Errors of a type in `empty` give an empty object."""
     try:
         if regular_file_size(path) > LARGEST:
@@ -186,7 +186,7 @@ def read_json(path: Path, empty: tuple[type[Exception], ...] = ()) -> Record:
                 raise ValueError(fault)
         return record
     except (OSError, ValueError, RecursionError) as error:
-        failure = error if isinstance(error, OSError) else ValueError(f"{path.name} cannot be read ({error})")
+        failure = error if isinstance(error, OSError) else InputError(f"{path.name} cannot be read ({error})")
     if isinstance(failure, empty):
         return {}
     raise failure

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo.common import Problems
+from grpo.common import InputError, Problems
 from grpo.output.best import adapter_fault
 from grpo.output.durable import file_sha256, read_json
 from grpo.output.folder import RunState
@@ -38,14 +38,14 @@ def is_on_experts(folder: Path) -> bool:
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    """Shape of every tensor of a safetensors file by name. Raises OSError, and ValueError if it is damaged."""
+    """Shape of every tensor of a safetensors file by name. Raises OSError, and InputError if it is damaged."""
     from safetensors import SafetensorError, safe_open  # Inside, so that the preflight can name missing packages.
 
     try:
         with safe_open(path, "np") as file:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{path.name} is damaged or no safetensors file ({error})") from None
+        raise InputError(f"{path.name} is damaged or no safetensors file ({error})") from None
 
 
 def read_adapter(folder: Path, model: ModelConfig) -> dict[str, Any]:
