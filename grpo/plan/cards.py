@@ -87,13 +87,13 @@ def rented_machine(text: str) -> Machine:
 
 def step_times(name: str) -> tuple[Times, str]:
     """The times of 12 x 8 completions of SHORT and of LONG tokens on the card `name`, and where they come from."""
-    card = NAMES[name]
+    card, form = NAMES[name], "on its SXM form"  # PCIe and NVL are slower, and find_card knows them by the same name.
     if card.measured.keys() == H200.keys():
-        return card.measured, "between steps that were measured"
+        return card.measured, f"between steps that were measured {form}"
     if first := card.measured.get(SHORT):
         rollout, learning = first.rollout / H200[SHORT].rollout, first.learning / H200[SHORT].learning
         long = StepTime(H200[LONG].rollout * rollout + H200[LONG].learning * learning, H200[LONG].learning * learning)
-        return {SHORT: first, LONG: long}, f"estimated from {SHORT} tokens, which were measured"
+        return {SHORT: first, LONG: long}, f"estimated from {SHORT} tokens, which were measured {form}"
     bandwidth, tflops = (ours / own for ours, own in zip(H200_SPEED, card.speeds[name], strict=True))
     times = {}
     for length, time in (H200 if card.free > LARGE else OLDER_KERNELS).items():
