@@ -159,7 +159,7 @@ def time_lines(resolved: ResolvedRun) -> Iterator[Line]:
         yield "time", "not known: steps of gpt-oss-20b with sampled completions by vLLM were measured, no others"
         return
     times, source = step_times(name)
-    lengths = (s.MAX_COMPLETION_LEN // 2, s.MAX_COMPLETION_LEN)
+    lengths = ((s.MAX_COMPLETION_LEN + 1) // 2, s.MAX_COMPLETION_LEN)
     seconds = [step_seconds(times, s, length) for length in lengths]
     range_text = f"{seconds[0]:.0f} s if completions have {lengths[0]:,} tokens, {seconds[1]:.0f} s at {lengths[1]:,}"
     yield "step time", f"{range_text}, on the card {name} ({source})"
@@ -167,7 +167,7 @@ def time_lines(resolved: ResolvedRun) -> Iterator[Line]:
     evaluating = [evaluation_seconds(times, s, count, length) for length in lengths]
     training = [s.TOTAL_STEPS * value for value in seconds]
     hours = [(a + b + START_SECONDS) / 3600 for a, b in zip(training, evaluating, strict=True)]
-    share = evaluating[1] / (training[1] + evaluating[1])
+    share = evaluating[1] / 3600 / hours[1]
     text = f"{hours[0]:.1f} to {hours[1]:.1f} for {s.TOTAL_STEPS} steps; held-out rows take {share:.0%} of it"
     if resolved.closed_loop.runs:
         text += ", the closed loop comes besides (docs/evaluation.md#closed-loop)"

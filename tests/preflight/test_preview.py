@@ -103,7 +103,10 @@ def test_time_and_money_on_a_card_that_is_not_here(tmp_path, card, step, source)
     (money,) = [line.split() for line in lines_of(text) if line.startswith("money")]
     assert float(hours[3]) > float(hours[1]) > 0
     assert float(money[3]) == pytest.approx(4 * float(hours[3]), rel=0.1), "PRICE_PER_HOUR=4"
-    assert "set PRICE_PER_HOUR" in preview(planned(tmp_path, card))
+    resolved = planned(tmp_path, card)
+    assert "set PRICE_PER_HOUR" in preview(resolved)
+    shortest = dataclasses.replace(resolved, settings=dataclasses.replace(resolved.settings, MAX_COMPLETION_LEN=1))
+    assert "if completions have 1 tokens" in preview(shortest)
 
 
 def test_a_card_is_planned_for_without_looking_at_this_machine(tmp_path):
