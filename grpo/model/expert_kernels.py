@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of the experts, imported only where tensors are on a GPU: a CPU needs no triton.
+"""Triton kernels of the experts, which run only where tensors are on a GPU.
 
 A test compares each of them in Triton's interpreter with plain torch in experts.py.
 """

@@ -3,7 +3,6 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -13,6 +12,8 @@ from transformers import GptOssConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from grpo.model import expert_kernels as kernels
 
 EXPERTS_IMPLEMENTATION = "frozen_experts"  # name of `experts_forward` in transformers
 GATE_ALPHA, GATE_LIMIT = 1.702, 7.0  # gpt-oss's clamped SwiGLU
@@ -126,7 +127,7 @@ def packed_product(module: Experts, name: str, rows: Tensor, offs: Tensor) -> Te
     halves = rows.unflatten(1, (-1, 2)).permute(2, 0, 1).contiguous()  # (2, S, in / 2): even columns, odd columns
     tile = {"ROWS": 16 if len(rows) <= 16 * len(blocks) else 32, "COLUMNS": 128, "GROUPS": 4}
     grid = -(-out.shape[1] // tile["COLUMNS"]), len(blocks)
-    kernels().packed_product[grid](*halves, blocks, scales, offs, out, out.shape[1], rows.shape[1], **tile, num_warps=4)
+    kernels.packed_product[grid](*halves, blocks, scales, offs, out, out.shape[1], rows.shape[1], **tile, num_warps=4)
     return out
 
 
@@ -212,7 +213,7 @@ class Dispatch(torch.autograd.Function):
         expert, inverse = ctx.saved_tensors
         out = gradient.new_empty(len(inverse) // ctx.top_k, gradient.shape[1])
         tensors = gradient.contiguous(), None, expert, inverse, None, out
-        launch_rows(kernels().combine, *out.shape, *tensors, top_k=ctx.top_k)
+        launch_rows(kernels.combine, *out.shape, *tensors, top_k=ctx.top_k)
         return out, None, None, None, None
 
 
@@ -224,7 +225,7 @@ class Activation(torch.autograd.Function):
         gate_up = inputs[0]
         ctx.save_for_backward(*inputs)
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        launch_rows(kernels().activation, *out.shape, *inputs, out, limit=GATE_LIMIT, alpha=GATE_ALPHA)
+        launch_rows(kernels.activation, *out.shape, *inputs, out, limit=GATE_LIMIT, alpha=GATE_ALPHA)
         return out
 
     @staticmethod
@@ -232,7 +233,7 @@ class Activation(torch.autograd.Function):
         saved = ctx.saved_tensors  # Read only once, because gradient checkpointing allows a single unpacking.
         out = torch.empty_like(saved[0])
         tensors = *saved, gradient.contiguous(), out
-        launch_rows(kernels().activation_backward, *gradient.shape, *tensors, limit=GATE_LIMIT, alpha=GATE_ALPHA)
+        launch_rows(kernels.activation_backward, *gradient.shape, *tensors, limit=GATE_LIMIT, alpha=GATE_ALPHA)
         return out, None, None
 
 
@@ -244,7 +245,7 @@ class Combine(torch.autograd.Function):
         rows, *_, weights = inputs
         ctx.save_for_backward(*inputs)
         out = rows.new_empty(len(weights), rows.shape[1])
-        launch_rows(kernels().combine, *out.shape, *inputs, out, top_k=weights.shape[1])
+        launch_rows(kernels.combine, *out.shape, *inputs, out, top_k=weights.shape[1])
         return out
 
     @staticmethod
@@ -252,7 +253,7 @@ class Combine(torch.autograd.Function):
         saved = rows, *_, weights = ctx.saved_tensors  # Read once, as in Activation.
         d_rows, d_weights = torch.empty_like(rows), torch.empty_like(weights)
         tensors = gradient.contiguous(), *saved, d_rows, d_weights
-        launch_rows(kernels().combine_backward, *rows.shape, *tensors, top_k=weights.shape[1])
+        launch_rows(kernels.combine_backward, *rows.shape, *tensors, top_k=weights.shape[1])
         return d_rows, None, None, None, d_weights
 
 
@@ -263,7 +264,7 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
         return convert_moe_packed_tensors(blocks, scales)
     out = torch.empty(*blocks.shape[:2], blocks.shape[2] * 32, dtype=torch.bfloat16, device=blocks.device)
     groups = scales.numel()
-    kernels().dequantize[(-(-groups // 128),)](blocks, scales, out.view(torch.int32), groups, BLOCK=128, num_warps=4)
+    kernels.dequantize[(-(-groups // 128),)](blocks, scales, out.view(torch.int32), groups, BLOCK=128, num_warps=4)
     return out.transpose(1, 2)
 
 
@@ -280,7 +281,7 @@ def dequantize_swizzled(values: Tensor, scales: Tensor, rows: int, columns: int)
     if any(held < needed for held, needed in zip(sizes, (rows / 4, columns / 2, rows / 32, columns / 2), strict=True)):
         raise RuntimeError(f"values {(*values.shape,)} and scales {(*scales.shape,)} do not hold {rows} x {columns}")
     grid = -(-columns // 512), -(-rows // 16), len(words)
-    kernels().dequantize_swizzled[grid](words, shorts, out_words, rows, columns // 32, *sizes, GROUPS=16, num_warps=4)
+    kernels.dequantize_swizzled[grid](words, shorts, out_words, rows, columns // 32, *sizes, GROUPS=16, num_warps=4)
     return out.mT
 
 
@@ -289,10 +290,3 @@ def launch_rows(kernel: Any, rows: int, columns: int, *tensors: Tensor | None, *
     if rows:
         width = 1 << (columns - 1).bit_length()
         kernel[(rows,)](*tensors, columns, BLOCK=width, num_warps=8 if width >= 1024 else 1, **constants)
-
-
-def kernels() -> ModuleType:
-    """grpo.model.expert_kernels, imported late because only torch's GPU builds include triton."""
-    from grpo.model import expert_kernels
-
-    return expert_kernels
