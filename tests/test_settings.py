@@ -27,6 +27,7 @@ ACCEPTED = [
     ("LOSS_TYPE", "BNPO", "bnpo", "choices ignore case"),
     ("INVALID_REWARD", "nan", math.nan, "nan is allowed here"),
     ("MODEL_ID", "~/models/mine", str(Path.home() / "models/mine"), "a shell leaves `~` in quotes as it is"),
+    ("INIT_ADAPTER", "~/runs/mine/best", str(Path.home() / "runs/mine/best"), "the same of every path"),
     ("PROMPT_DATE", "20240229", "2024-02-29", "a leap day, normalized: the same day is the same prompt"),
 ]
 REFUSED = {  # reason -> (setting, text, message)

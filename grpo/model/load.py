@@ -221,7 +221,7 @@ def load_to_train(
 def load_adapter(policy: PeftModel, folder: str | Path) -> None:
     """Replace the weights of the policy's adapter by those in `folder`, which has the same rank and targets, and
     continue training from them. Raises UnloadableModel if a weight is not finite, or LARGEST_WEIGHT and more."""
-    policy.load_adapter(str(Path(folder).expanduser()), "default", is_trainable=True)
+    policy.load_adapter(str(folder), "default", is_trainable=True)
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad and not parameter.detach().abs().max() < LARGEST_WEIGHT:  # Also true of NaN.
             fault = f"its weight {name} is not finite, or {LARGEST_WEIGHT:.0e} and more"

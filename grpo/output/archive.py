@@ -79,7 +79,7 @@ def model_card(s: Settings, step: int, functions: str, note: str = "", adapter: 
         tag, method, logs = "sft", "supervised fine-tuning", ""
         batch = f"{s.PROMPTS_PER_STEP} rows a step, their answers learned"
     if s.INIT_ADAPTER:
-        origin = "/".join(Path(s.INIT_ADAPTER).expanduser().resolve().parts[-2:])
+        origin = "/".join(Path(s.INIT_ADAPTER).resolve().parts[-2:])
         batch += f".\nIt started from the adapter in `{origin}`, not from a fresh one"
     if s.DIRECT_ANSWERS:
         batch += f".\nIts prompts end in `{ANSWER_BEFORE}`: the next token names the action"

@@ -115,7 +115,7 @@ def inspect_run(settings: Settings, rows: Sequence[Row], problems: Problems) -> 
         return RunState(folder)
     if settings.OVERWRITE:
         for name in ("MODEL_ID", "INIT_ADAPTER"):
-            path = Path(getattr(settings, name) or "/").expanduser()
+            path = Path(getattr(settings, name) or "/")
             if path.exists() and path.resolve().is_relative_to(folder):
                 problems.add("OVERWRITE", f"it would delete the folder that {name} names", f"Move it, or {ANOTHER_DIR}")
         return RunState(folder, exists=True)

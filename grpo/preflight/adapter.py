@@ -88,7 +88,7 @@ def read_start_adapter(
 ) -> StartAdapter:
     """The adapter that INIT_ADAPTER names. Adds a problem if it cannot be used, and for each setting of the user's that
     contradicts it; `sources` tells where each setting came from."""
-    folder, where = Path(settings.INIT_ADAPTER).expanduser(), f"INIT_ADAPTER={settings.INIT_ADAPTER}"
+    folder, where = Path(settings.INIT_ADAPTER), f"INIT_ADAPTER={settings.INIT_ADAPTER}"
     if not settings.INIT_ADAPTER:
         return StartAdapter()
     try:

@@ -58,10 +58,10 @@ def parse_value(name: str, text: str) -> Value:
             return date.fromisoformat(text).isoformat()
         except ValueError:
             raise ValueError(f"expected a day such as {FIELDS[name].default}") from None
-    if spec.get("path") and (fault := path_fault(text)):
-        raise ValueError(fault)
-    if name == "MODEL_ID":  # Libraries get it as it is, and a shell does not expand `~` in quotes.
-        return os.path.expanduser(text)
+    if spec.get("path"):
+        if fault := path_fault(text):
+            raise ValueError(fault)
+        return os.path.expanduser(text)  # Libraries get it as it is, and a shell does not expand `~` in quotes.
     return text if kind == "str" else parse_number(text, kind == "int", bool(optional), spec)
 
 
