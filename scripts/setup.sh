@@ -153,7 +153,8 @@ if [ "$kind" = gpu ]; then
     glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d' ' -f2) || glibc="0 (another C library)"
     printf '%s\n' 2.34 "$glibc" | sort -CV || die 4 "the GPU set needs glibc 2.34 or newer (Ubuntu 22.04), this is $glibc"
     # Triton compiles a small C launcher at run time: without a compiler and Python's headers training dies minutes in.
-    command -v gcc >/dev/null || command -v clang >/dev/null || die 4 "no C compiler: apt install build-essential"
+    [ -n "${CC:-}" ] || command -v gcc >/dev/null || command -v clang >/dev/null ||
+        die 4 "no C compiler: apt install build-essential, or name another one in CC"
     headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     [ -f "$headers/Python.h" ] || die 4 "Python's headers are missing: apt install python$version-dev"
 fi

@@ -144,6 +144,16 @@ def test_setup_decides_before_anything_is_made(setup, tmp_path, arguments, setti
     ).exists()
 
 
+def test_another_compiler_may_be_named(setup, tmp_path):
+    """In CC, which Triton looks at first; the check before a run takes it as well."""
+    tools = write_commands(tmp_path / "tools", gpu("580.10") | {"getconf": "echo glibc 2.39"})
+    for name in ("bash", "cat", "cut", "dirname", "ls", "sha256sum", "sort", "tr"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    for compiler in ("", "/opt/cc"):
+        done = setup("--dry-run", PATH=str(tools), CC=compiler)
+        assert ("no C compiler" in done.stderr) == (not compiler) and "set: gpu" in done.stdout, done.stderr
+
+
 LIBCUDA = """
 int cuInit(unsigned flags) {{ return {code}; }}
 int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
