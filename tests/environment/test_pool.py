@@ -201,7 +201,9 @@ def test_the_example_of_the_page_plays(pool_of, tmp_path, monkeypatch):
     assert [tool["function"]["name"] for tool in describe_environment("shop:Shop", 20).tools] == ["search", "total_is"]
     pool = EnvironmentPool("shop:Shop", 20.0)
     environment = pool.take()
-    ask(pool, environment, "reset", {"total": "92.5", "prompt": "What do a desk and a desk lamp cost?"})
+    asked = {"prompt": "What do a desk and a desk lamp cost?"}  # As scripts/ask.py does.
+    assert ask(pool, environment, "reset", asked).text == " The list has 4 things."
+    ask(pool, environment, "reset", asked | {"total": "92.5"})
     assert ask(pool, environment, "call", "search", {"word": "desk"}).text == "desk lamp: 12.5; desk: 80.0"
     assert ask(pool, environment, "call", "total_is", {"price": 92.5}).done
     assert ask(pool, environment, "finish", False).reward == 1.0
