@@ -144,14 +144,18 @@ def cost(completions: Sequence[str], *, invalid_reward: float | None = None, **c
     return _scores(completions, rows, invalid_reward, columns)
 
 
-def format(completions: Sequence[str], **columns: Column) -> list[float]:
-    """1.0 if the final channel is exactly one `[k]`, else 0.0, whichever action that is.
+def format(completions: Sequence[str], *, truncated: Sequence[bool] | None = None, **columns: Column) -> list[float]:
+    """1.0 if the final channel is exactly one `[k]`, else 0.0, whichever action that is. A completion that reached
+    MAX_COMPLETION_LEN earns 0.0: more may have followed.
 
     >>> format(["assistantfinal[1]", "assistantfinalI take [1].", "analysis[1]"])
     [1.0, 0.0, 0.0]
+    >>> format(["assistantfinal[1]"] * 2, truncated=[False, True])
+    [1.0, 0.0]
     """
-    answers = [final_channel(text) for text in completions]
-    return [float(bool(answer and re.fullmatch(r"\s*\[[0-9]+\]\s*", answer))) for answer in answers]
+    pairs = zip(completions, truncated or [False] * len(completions), strict=True)
+    answers = ["" if cut else final_channel(text) or "" for text, cut in pairs]
+    return [float(bool(re.fullmatch(r"\s*\[[0-9]+\]\s*", answer))) for answer in answers]
 
 
 def gsm8k(
@@ -222,23 +226,24 @@ def environment(
     """What the environment of each episode gave: its `get_reward` and the sum of its `step_rewards`.
 
     An environment that hangs or crashes gives nothing. A call of the model may have done that, so it earns what the
-    worst episode of the same prompt earned, or `invalid_reward`; None where no episode of the prompt has a reward, and
-    where the environment could not be reset, to which the model contributed nothing.
+    worst episode of the same prompt earned, or `invalid_reward`; None where no episode of the prompt has a reward. It
+    is also None where the environment could not be reset, to which the model contributed nothing, and where its
+    `get_reward` returned None.
 
     >>> from types import SimpleNamespace
-    >>> ends = {"done": 1.0, "answer": 0.2, "timeout": None, "reset": None}
+    >>> ends = {"done": 1.0, "answer": 0.2, "timeout": None, "reset": None, "turns": None}
     >>> episodes = [SimpleNamespace(end=end, total=lambda value=value: value) for end, value in ends.items()]
-    >>> environment([""] * 4, episodes=episodes, prompts=["one"] * 4)
-    [1.0, 0.2, 0.2, None]
-    >>> environment([""] * 4, episodes=episodes, prompts=["one"] * 4, invalid_reward=-1.0)
-    [1.0, 0.2, -1.0, None]
+    >>> environment([""] * 5, episodes=episodes, prompts=["one"] * 5)
+    [1.0, 0.2, 0.2, None, None]
+    >>> environment([""] * 5, episodes=episodes, prompts=["one"] * 5, invalid_reward=-1.0)
+    [1.0, 0.2, -1.0, None, None]
     """
     if episodes is None:
         raise ValueError("there is no episode: set ENVIRONMENT")
     totals = [episode.total() for episode in episodes]
     rewards: list[float | None] = []
     for episode, prompt, earned in zip(episodes, prompts, totals, strict=True):
-        if earned is None and episode.end != "reset":
+        if earned is None and episode.end in ("timeout", "failed"):
             peers = [
                 total for total, other in zip(totals, prompts, strict=True) if other == prompt and total is not None
             ]
