@@ -47,20 +47,24 @@ TASK = {
 }
 # The recipe's own values but for these. The rates are ten times the recipe's, because the model is a tenth of its size;
 # 256 rows a step of SFT would be 23 steps in two epochs. The sizes of micro-batches, kept activations and the memory of
-# vLLM change the seconds, not what is learned.
+# vLLM change the seconds, not what is learned: larger micro-batches are slower, as packed rows attend to each other
+# under a mask, which costs the square of their tokens.
 SFT = "data.train_batch_size=32 trainer.total_epochs=1 trainer.save_freq=1000 optim.lr=1.0e-4"
 LEARN = """data.max_prompt_length=256 data.max_response_length=64 actor_rollout_ref.actor.optim.lr=1.0e-5
     critic.optim.lr=1.0e-4 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64
-    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=256
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768 actor_rollout_ref.rollout.gpu_memory_utilization=0.1
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192 actor_rollout_ref.rollout.gpu_memory_utilization=0.1
     actor_rollout_ref.model.enable_gradient_checkpointing=false critic.model.enable_gradient_checkpointing=false
     trainer.total_epochs=1000 trainer.val_before_train=true trainer.test_freq=20"""
+# The model as it came answers at greater length. Without `disable` verl would load GRPO's checkpoint into it.
+BASE = """trainer.val_only=true trainer.resume_mode=disable data.max_response_length=256
+    actor_rollout_ref.rollout.enforce_eager=true"""
 # Stage -> the stage of run.py and its options.
 STAGES = {
     "sft": ("sft", SFT),
     "ppo": ("ppo", LEARN),
     "grpo": ("grpo", LEARN),
-    "base": ("grpo", f"{LEARN} trainer.val_only=true data.max_response_length=256"),  # It answers at greater length.
+    "base": ("grpo", f"{LEARN} {BASE}"),
 }
 # Figure of a stage -> verl's name of it, unit, note; first and last are means of five steps.
 ENDS = {
@@ -111,19 +115,19 @@ def stage_command(stage: str, out: Path, steps: int, options: Sequence[str]) -> 
 
 
 def merge_command(out: Path) -> list[str | Path]:
-    """The arguments of Python that make a model of SFT's newest checkpoint, as the recipe's run.sh does."""
-    checkpoints = list((out / "verl/sft").glob("global_step_*"))
-    newest = max(checkpoints, key=lambda path: int(path.name.rpartition("_")[2]))
-    command: list[str | Path] = ["-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", newest]
-    return [*command, "--target_dir", out / "verl/sft-merged"]
+    """The arguments of Python that make a model of SFT's last checkpoint, as the recipe's run.sh does."""
+    step = (out / "verl/sft/latest_checkpointed_iteration.txt").read_text(encoding="utf-8").strip()
+    command: list[str | Path] = ["-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    return [*command, "--local_dir", out / f"verl/sft/global_step_{step}", "--target_dir", out / "verl/sft-merged"]
 
 
 def run_stage(stage: str, options: argparse.Namespace) -> None:
-    """Runs a stage, merges the model of SFT, and notes the seconds of both in OUT/stages.json."""
+    """Runs a stage from its start, merges the model of SFT, and notes the seconds of both in OUT/stages.json."""
     out = options.out.absolute()
     (out / "metrics").mkdir(parents=True, exist_ok=True)
     (out / "metrics" / f"{stage}.jsonl").unlink(missing_ok=True)  # They would be an earlier run's.
-    shutil.rmtree(out / "heldout" / stage, ignore_errors=True)
+    for folder in ("heldout", "verl"):  # verl would continue from an earlier run's checkpoint, which may have ended.
+        shutil.rmtree(out / folder / stage, ignore_errors=True)
     seconds = run(*stage_command(stage, out, options.steps, [] if stage == "sft" else options.set))
     if stage == "sft":
         seconds += run(merge_command(out), {})

@@ -60,6 +60,7 @@ def test_each_stage_is_a_command_of_run_py(few, tmp_path, stage, monkeypatch, ca
     assert f"MODEL_ID={tmp_path / ('verl/sft-merged' if learned else 'model')}" in shown
     assert ("trainer.total_training_steps=120 trainer.save_freq=120" in shown) == (stage != "sft")
     assert ("trainer.val_only=true" in shown) == (stage == "base") and shown.rstrip().endswith("critic.optim.lr=1")
+    assert ("trainer.resume_mode=disable" in shown) == (stage == "base"), "it shares the folder of grpo's checkpoints"
 
 
 def validated(folder, step, scores):
@@ -110,18 +111,26 @@ def test_what_a_stopped_run_left_has_figures_too(tmp_path):
 
 
 def test_stages_follow_each_other(few, tmp_path, monkeypatch):
-    """SFT is followed by a merge of its newest checkpoint, and the JSON is there after each stage."""
+    """A merge of SFT's last checkpoint follows it, a stage begins anew, and the JSON is there after each."""
     out, results = tmp_path / "out", tmp_path / "results.json"
-    for step in (9, 93):
-        (out / f"verl/sft/global_step_{step}").mkdir(parents=True)
-    (out / "model").mkdir()
-    ran = mock.Mock(return_value=1.25)
+    for folder in ("model", "verl/sft/global_step_94", "verl/ppo/global_step_100", "verl/grpo/global_step_100"):
+        (out / folder).mkdir(parents=True)
+
+    def run(command, environ):
+        if command[1] == "sft":
+            assert not (out / "verl/sft").exists()
+            (out / "verl/sft").mkdir()
+            (out / "verl/sft/latest_checkpointed_iteration.txt").write_text("93")
+        return 1.25
+
+    ran = mock.Mock(side_effect=run)
     monkeypatch.setattr(verl_smollm2, "run", ran)
     arguments = ["--out", str(out), "--results", str(results), "--set", "a=b"]
     assert verl_smollm2.main([*arguments, "--stages", "sft", "ppo"]) == 0
     sft, merge, ppo = (call.args[0] for call in ran.call_args_list)
     assert sft[1] == "sft" and ppo[1] == "ppo" and ppo[-1] == "a=b" != sft[-1]
     assert merge[:3] == ["-m", "verl.model_merger", "merge"] and out / "verl/sft/global_step_93" in merge
+    assert not (out / "verl/ppo").exists() and (out / "verl/grpo").exists(), "verl would have continued from step 100"
     values = {row["name"]: row["value"] for row in json.loads(results.read_text(encoding="utf-8"))["figures"]}
     assert values == {"sft.seconds": 2.5, "ppo.seconds": 1.2}
     with pytest.raises(InputError, match="holds no model: give --source"):
