@@ -79,7 +79,8 @@ def test_a_stage_writes_the_rows_and_starts_verl(started, tmp_path, stage, modul
     output_dir = tmp_path / "it's a run"
     assert env["OUTPUT_DIR"] == str(output_dir) and env["MODEL_ID"] == str(tmp_path / "plain"), "absolute, for Ray"
     assert env["PYTHONPATH"] == str(ROOT)
-    assert env["VERL_USE_EXTERNAL_MODULES"] == "grpo.verl.sum_resolver,grpo.verl.critic"
+    modules = env["VERL_USE_EXTERNAL_MODULES"].split(",")
+    assert modules == ["grpo.verl.sum_resolver", "grpo.verl.critic", "grpo.verl.log_probs"]
     assert len(parquet.read_table(output_dir / "data" / "train.parquet")) == 200
 
 
@@ -166,8 +167,9 @@ def test_the_recipe_s_stages_follow_each_other(settings, tmp_path):
     assert places == sorted(places)
     merged = tmp_path / "llama/sft-merged"
     shutil.copytree(tmp_path / "plain", merged)
-    for step in (9, 10):
+    for step in (9, 10, 20):  # The last may be half written: verl notes a checkpoint once it is whole.
         (tmp_path / f"llama/ppo/global_step_{step}").mkdir(parents=True)
+    (tmp_path / "llama/ppo/latest_checkpointed_iteration.txt").write_text("10")
     done = run("ppo", "merge")
     assert f"MODEL_ID={merged}" in done.stdout and "ppo/global_step_10/actor --target_dir" in done.stdout
     assert f"ppo starts from {tmp_path}/plain" in run("ppo", FROM=str(tmp_path / "plain")).stdout
@@ -231,6 +233,9 @@ def in_place_of_verl(monkeypatch, name, **contents):
 
 def test_a_failed_rollout_ends_the_run(monkeypatch):
     class Queue:
+        def __init__(self, trainer_mode, poll_interval=2.0):
+            self.trainer_mode, self.poll_interval = trainer_mode, poll_interval
+
         def _sync_metadata_from_transfer_queue(self):
             self.failure_keys = {"train": self.failed, "val": []}
 
@@ -238,12 +243,29 @@ def test_a_failed_rollout_ends_the_run(monkeypatch):
     monkeypatch.delitem(sys.modules, "grpo.verl.replay_buffer", raising=False)
     from grpo.verl.replay_buffer import StrictReplayBuffer
 
-    queue = StrictReplayBuffer()
+    queue = StrictReplayBuffer(trainer_mode="sync")
+    assert queue.trainer_mode == "sync" and queue.poll_interval < 1
     queue.failed = []
     queue._sync_metadata_from_transfer_queue()
     queue.failed = ["a", "b"]
     with pytest.raises(RuntimeError, match="2 prompt.s. have no completion or no reward"):
         queue._sync_metadata_from_transfer_queue()
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 5)])
+def test_log_probabilities_are_those_of_each_token(monkeypatch, shape):
+    """In chunks, with the gradient, for packed rows and for padded ones; verl's own fallback goes token by token."""
+    in_place_of_verl(monkeypatch, "verl.utils.torch_functional", logprobs_from_logits_v2=None)
+    monkeypatch.delitem(sys.modules, "grpo.verl.log_probs", raising=False)
+    monkeypatch.setattr(importlib.import_module("grpo.verl.log_probs"), "CHUNK", 3)
+    torch.manual_seed(1)
+    logits = torch.randn(*shape, 11, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(11, shape)
+    log_probs = sys.modules["verl.utils.torch_functional"].logprobs_from_logits_v2(logits, labels)
+    expected = torch.log_softmax(logits.float(), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    assert log_probs.dtype == torch.float32 and torch.equal(log_probs, expected)
+    gradients = [torch.autograd.grad(value.cos().sum(), logits)[0] for value in (log_probs, expected)]
+    assert torch.equal(*gradients) and gradients[0].any()
 
 
 def test_the_manager_tells_tokens_and_end(monkeypatch):

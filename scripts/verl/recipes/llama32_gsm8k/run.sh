@@ -45,10 +45,10 @@ train() { # STAGE
     python scripts/verl/run.py "$1" --recipe llama32_gsm8k "${dry[@]}"
 }
 
-merge() { # FOLDER_OF_CHECKPOINTS PART TARGET: its newest checkpoint as a model that transformers and vLLM load
-    local newest
-    newest=$({ find "$1" -maxdepth 1 -name 'global_step_*' 2>/dev/null || true; } | sort -V | tail -n 1)
-    run python -m verl.model_merger merge --backend fsdp --local_dir "${newest:-$1/global_step_N}$2" --target_dir "$3"
+merge() { # FOLDER_OF_CHECKPOINTS PART TARGET: the last that was saved whole, as transformers and vLLM load a model
+    local step
+    step=$(cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null || echo N)
+    run python -m verl.model_merger merge --backend fsdp --local_dir "$1/global_step_$step$2" --target_dir "$3"
 }
 
 learned=ppo
