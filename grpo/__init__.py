@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms behind train_grpo.py, in the order in which a run passes through them: settings, data, reward, figures,
-tasks, output, process, plan, preflight, model, rollout, learn, evaluate, verl. A room imports only rooms before it."""
+"""The rooms behind train_grpo.py: settings, data, reward, figures, tasks, output, process, environment, plan,
+preflight, model, rollout, learn, evaluate, verl. A room imports only rooms before it."""
 
 import contextlib
 import os
