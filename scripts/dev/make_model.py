@@ -38,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     tiny = commands.add_parser("tiny", help="a toy model that understands the demo's prompts, 0.3 million parameters")
     full = commands.add_parser("full", help="gpt-oss's shapes with random weights, 12.8 GiB or, 120b, 60.8 GiB")
-    smollm2 = commands.add_parser("smollm2", help="SmolLM2-135M-Instruct, a trained model, rewritten: 0.7 GiB")
+    smollm2 = commands.add_parser("smollm2", help="SmolLM2-135M-Instruct, a trained model, rewritten: 0.5 GiB")
     for command in (tiny, full, smollm2):
         command.add_argument("--out", type=Path, required=True, help="new directory to write")
     full.add_argument("--tokenizer", type=Path, required=True, help="directory with the tokenizer.json to copy")
