@@ -90,6 +90,17 @@ def test_a_row_whose_prompt_is_trained_on_another_day_is_trained_on_and_counted(
     assert "are in other rows too, which are trained on. Write more of the row into its prompt" in split.reason
 
 
+def test_what_an_environment_is_reset_with_is_part_of_a_prompt(tmp_path):
+    """Rows with one prompt are as many groups as they have other columns; without an environment they are one."""
+    data = tmp_path / "worlds.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "Plan.", "target": n // 2}) + "\n" for n in range(80)))
+    split = read_split(Settings(DATA=str(data), ENVIRONMENT="worlds:Sum"), problems := Problems())
+    train, held = ([row.columns["target"] for row in part] for part in (split.train, split.heldout))
+    assert len(train) + len(held) == 80 and held and not set(train) & set(held)
+    plain = read_split(Settings(DATA=str(data)), problems)
+    assert not plain.heldout and "DATA has 1 prompt, and it takes 20" in plain.reason and not problems
+
+
 def test_of_too_few_rows_nothing_is_held_out():
     few = {"19 prompts": prompts(19), "19 days": days(19, 24), "1 prompt": prompts(1), "0 prompts": []}
     for words, rows in few.items():

@@ -118,6 +118,9 @@ def test_held_out_figures_are_expectations(trainer):
     (function,) = figures["functions"].values()
     by_columns = (p @ np.arange(4) / 10).mean()  # as the rows' columns have it; an answer without an action counts as 0
     assert function["reward"] == pytest.approx(by_columns, abs=1e-6)
+    shorter = [rows[0], dataclasses.replace(rows[1], rewards=rows[1].rewards[:3])]
+    by_prompt = trainer_evaluation(trainer, shorter, exact=True).measure()["reward_by_prompt"]
+    assert by_prompt == pytest.approx([p[0] @ rows[0].rewards, p[1, :3] @ rows[1].rewards[:3]], abs=1e-6)
     sampled = trainer_evaluation(trainer, rows, exact=False).measure(greedy=True)
     greedy = exact.measure(greedy=True)
     assert sampled["reward_by_prompt"] == greedy["reward_by_prompt"] and sampled["tokens_mean"] >= 1
@@ -125,14 +128,20 @@ def test_held_out_figures_are_expectations(trainer):
 
 
 def test_a_resumed_run_measures_again_what_it_measures_otherwise(trainer, tmp_path):
-    """A marked figure stays, but not at another temperature."""
-    evaluation = trainer_evaluation(trainer, trainer.run.rows, exact=True)
-    results = measure_rewards(evaluation, tmp_path, base=True)
-    results["before"]["reward"] = 0.123
-    write_sealed(tmp_path / "evaluation.json", results)
-    assert measure_rewards(evaluation, tmp_path, base=True)["before"]["reward"] == 0.123
-    evaluation.model.settings = dataclasses.replace(trainer.run.settings, EVAL_TEMPERATURE=0.7)
-    assert measure_rewards(evaluation, tmp_path, base=True)["before"]["reward"] != 0.123
+    """A marked figure stays, but not at another temperature, of other rows, or by other or no samples."""
+    evaluation, rows = trainer_evaluation(trainer, trainer.run.rows, exact=True), trainer.run.rows
+    marked = measure_rewards(evaluation, tmp_path, base=True)
+    marked["before"]["reward"] = 0.123
+
+    def is_kept(settings=trainer.run.settings, **changes):
+        write_sealed(tmp_path / "evaluation.json", marked)
+        evaluation.model.settings = settings
+        changed = dataclasses.replace(evaluation, **changes)
+        return measure_rewards(changed, tmp_path, base=True)["before"]["reward"] == 0.123
+
+    assert is_kept() and not is_kept(rows=rows[::-1]) and not is_kept(exact=False)
+    for change in ({"EVAL_TEMPERATURE": 0.7}, {"EVAL_SAMPLES": 2}):
+        assert not is_kept(dataclasses.replace(trainer.run.settings, **change)), change
 
 
 def test_an_expectation_leaves_out_what_has_no_reward():

@@ -83,6 +83,10 @@ def test_the_same_day_or_prompt_in_two_files_is_one_cluster():
         evaluation.add_differences(results)
         once = paired_difference([0.0] * 6, list(range(6)))
         assert results["difference"] == pytest.approx(once) and results["difference"]["clusters"] == 6
+    resets = [dataclasses.replace(row, messages=(("user", "Go."),), columns={"target": row.number}) for row in rows]
+    for environment, count in (("", 1), ("worlds:Sum", 6)):  # What an environment is reset with is part of a prompt.
+        model = SimpleNamespace(settings=Settings(ENVIRONMENT=environment))
+        assert len(set(HeldoutEvaluation(model, resets, True, [], None).clusters)) == count
 
 
 def test_a_run_without_a_plant_does_not_mention_one(weather):
@@ -178,7 +182,7 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
         monkeypatch.setattr(evaluate_adapter, "choose_use_vllm", lambda *arguments: Choice(True, "a stub"))
     write_csv(tmp_path / "a.csv", ["prompt", "note", "day"], [[f"question {n}", n / 10, "Monday"] for n in range(6)])
     monkeypatch.setenv("MAX_COMPLETION_LEN", "12")
-    arguments = [str(saved_adapter), "--model", "tiny", "--data", "a.csv", "--rewards", "short_answers:short"]
+    arguments = [str(saved_adapter), "--model", "tiny", "--data", "a.csv", "--rewards", "short_answers:short=2"]
     assert ev.main([*arguments, "--samples", "3", "--base-too", "--out", "x.json"]) == 0
     shown = capsys.readouterr().out
     assert f"{engine}: " in shown and "sampled at temperature 0.5, 3 answers a prompt" in shown
@@ -188,7 +192,7 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
         scores = result[part]["reward_by_prompt"]
         assert "the column `day` is not taken for the day, 'Monday' is no date" in shown
         assert len(scores) == 6 and all(score < -n / 10 for n, score in enumerate(scores))
-        assert result[part]["functions"]["short"]["reward"] == pytest.approx(result[part]["reward"])
+        assert 2 * result[part]["functions"]["short"]["reward"] == pytest.approx(result[part]["reward"]), "its weight"
         assert result[part]["reward_low"] <= result[part]["reward"] <= result[part]["reward_high"]
         assert result[part]["tokens_max"] <= 12
     arguments[-1] = "short_answers:needs_epoch"
