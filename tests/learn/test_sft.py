@@ -103,6 +103,7 @@ def test_sft_loads_the_model_as_planned(tmp_path, monkeypatch):
 def test_a_step_is_prompts_per_step_rows(rows, micro, times):
     options = sft_options(Settings(), True, rows)
     assert (options["per_device_train_batch_size"], options["gradient_accumulation_steps"]) == (micro, times)
+    assert options["router_aux_loss_coef"] == 0, "TRL would add gpt-oss's own load balancing to the loss"
 
 
 def test_what_sft_refuses(runs, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -62,11 +63,14 @@ def test_the_logged_mismatch_is_over_known_tokens_only(tiny, tmp_path):
     difference = (policy_logps(trainer, inputs) - inputs["sampling_per_token_logps"])[mask]
     known = difference[~difference.isnan()]
     assert len(known) == len(difference) - 1 == 18
+    watched = []
+    trainer.run.watch = SimpleNamespace(compare=lambda *figures: watched.append(figures))
     for micro_batch in (1, 2, 4):
         metrics.clear()
         loss_and_gradients(trainer, inputs, micro_batch)
         for name, value in (("mean", known.abs().mean()), ("max", known.abs().max())):
             assert metrics[f"sampling/sampling_logp_difference/{name}"] == [pytest.approx(value.item(), rel=1e-4)]
+        assert watched.pop() == (1, pytest.approx(known.abs().mean().item(), rel=1e-4), pytest.approx(1 / 19))
         mean = (known.exp().clamp(max=1.3).sum().item() + 1) / 19
         assert metrics["sampling/importance_sampling_ratio/mean"] == [pytest.approx(mean, rel=1e-4)]
 
@@ -167,6 +171,7 @@ def test_what_a_function_logs_is_kept_beside_the_runs_own_columns(tiny, tmp_path
     assert [json.loads(row["log_extra"]) for row in completions] == [{"reward": "hidden", "place": n} for n in range(4)]
     logs = trainer.state.log_history[0]
     assert (logs["reward"], logs["log_metric/reward"], logs["length"]) == (0.25, 100, 3), "what trackers get"
+    assert logs["num_tokens"] == trainer.state.log_history[1]["num_tokens"] > 0, "a rollout's tokens count once"
 
 
 def test_log_extra_takes_a_value_for_each_completion():

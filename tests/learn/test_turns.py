@@ -124,7 +124,7 @@ def test_a_step_of_episodes_is_trls(tiny, tmp_path, monkeypatch, masked):
     """Prompts, tokens, masks, rewards and advantages, the loss and its gradient, and figures of the same names. TRL
     writes an error as Python does, with single quotes."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    ours, step = our_step(tiny, tmp_path / "ours", monkeypatch, MASK_TRUNCATED=masked)
+    ours, step = our_step(tiny, tmp_path / "ours", monkeypatch, MASK_TRUNCATED=masked, LOG_PROMPTS=True)
     theirs, inputs = their_trainer(tiny, tmp_path / "theirs", ours.args)
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Today)
     batch = theirs._generate_and_score_completions(inputs)
@@ -146,6 +146,7 @@ def test_a_step_of_episodes_is_trls(tiny, tmp_path, monkeypatch, masked):
     assert figures["tools/call_frequency"] * 8 == 10 and figures["tools/failure_frequency"] == pytest.approx(0.1)
     logged = read_csv(tmp_path / "ours" / "completions.csv")
     assert [row["truncated"] for row in logged] == ["0"] * 6 + ["1", "0"] and logged[6]["end"] == "length"
+    assert ["Reach 6." in row["prompt"] for row in logged] == [True] * 4 + [False] * 4, "with the text of its reset"
     if not masked:
         assert [int(row["tokens"]) for row in logged] == batch["tool_mask"].sum(1).tolist()
     loss = ours.learn(ours.model, step.batch)
@@ -156,6 +157,8 @@ def test_a_step_of_episodes_is_trls(tiny, tmp_path, monkeypatch, masked):
     their_loss.backward()
     torch.testing.assert_close(loss, their_loss, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(gradient, gradient_of(ours), rtol=1e-3, atol=1e-6)
+    entropy, their_entropy = (trainer._metrics["train"]["entropy"][-1] for trainer in (ours, theirs))
+    assert entropy == pytest.approx(their_entropy, rel=1e-4), "of what the model wrote"
 
 
 class Today:
@@ -178,6 +181,10 @@ def test_turn_advantages_by_hand():
     expected = [value / (deviation + 1e-4) for value in (-2, -1.5, -1.5, 2, 1.5, 0)]
     assert turn_advantages(to_go, 2, "group").flatten().tolist() == pytest.approx(expected)
     assert turn_advantages(to_go, 2, "batch").flatten().tolist() == pytest.approx(expected)
+    two_groups = torch.tensor([[0.0], [2.0], [0.0], [6.0]])  # Their squares around their own means are 2 and 18.
+    for scaling, deviations in (("group", [2**0.5] * 2 + [18**0.5] * 2), ("batch", [10**0.5] * 4)):
+        expected = [value / (d + 1e-4) for value, d in zip((-1, 1, -3, 3), deviations, strict=True)]
+        assert turn_advantages(two_groups, 2, scaling).flatten().tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("scaling", ["group", "none"])
@@ -267,14 +274,14 @@ def test_two_processes_play_and_learn_as_one_does(tiny, tmp_path):
 
 def test_a_rollout_of_turns_is_shared_and_kept(tiny, tmp_path, monkeypatch):
     """Two steps learn from halves of it, also after a checkpoint: advantages by turn, and masks, go with their rows."""
-    steps = {"STEPS_PER_GENERATION": 2, "PROMPTS_PER_STEP": 1, "REWARDS": "environment"}
+    steps = {"STEPS_PER_GENERATION": 2, "PROMPTS_PER_STEP": 1, "REWARDS": "environment=2"}
     trainer, rollout = our_step(tiny, tmp_path, monkeypatch, world="Paid", **steps)
     assert (
         rollout.batch["advantages"].shape == rollout.batch["completion_ids"].shape == rollout.batch["tool_mask"].shape
     )
     # The first prompt's episodes: calls are paid a tenth of the number, 60 raises, and the end what is missing of 6.
     paid = [[0.0], [0.2, 0.0], [0.4, 0.1, 0.0], [0.0, 0.6, 0.0]]
-    to_go = returns_to_go(torch.tensor([-0.6, 0.2 - 0.4, 0.5 - 0.1, 0.6]), paid)
+    to_go = 2 * returns_to_go(torch.tensor([-0.6, 0.2 - 0.4, 0.5 - 0.1, 0.6]), paid)  # The weight is that of both.
     expected = turn_advantages(to_go, 4, "group")
     for row, advantages, turns in zip(rollout.batch["advantages"], expected, paid, strict=False):
         values = list(dict.fromkeys(row[row != 0].tolist()))

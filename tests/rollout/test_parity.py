@@ -387,8 +387,13 @@ def test_a_run_whose_engine_drifts_ends_with_a_checkpoint_of_the_last_good_step(
         return generate(*arguments, **options)
 
     monkeypatch.setattr(engine, "generate", drifting)
+    compare, compared = trainer.run.watch.compare, []
+    monkeypatch.setattr(
+        trainer.run.watch, "compare", lambda step, *figures: compared.append(step) or compare(step, *figures)
+    )
     with pytest.raises(MismatchGrown, match="^step 3"):
         trainer.train()
+    assert compared == ([1, 2, 3] if steps == 1 else [1, 3])
     folder = trainer.run.folder
     assert trainer.state.global_step == 2 and (folder / "checkpoint-2" / "manifest.json").is_file()
     assert read_csv(folder / "completions.csv")[-1]["step"] == "3", "its completions were written"
