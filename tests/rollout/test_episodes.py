@@ -103,6 +103,8 @@ def test_every_end_is_named(play, name):
     samples, _ = play({"Reach 0.": [FINAL], "Reach 1.": script}, timeout=0.5 if end == "timeout" else 20, **settings)
     episode, sample = samples[1].episode, samples[1]
     assert (episode.end, episode.calls, episode.unread, episode.errors) == (end, calls, unread, errors)
+    is_broken_off = name in ("turn_len", "length in a turn")  # A call whose result found no room was read.
+    assert episode.read_share == 1 - (unread + is_broken_off) / len(episode.turns)
     assert len(sample.ids) == len(sample.logps) == len(episode.learned) <= settings.get("MAX_COMPLETION_LEN", 600)
     assert EndTokens(STOPS, 0).has_ended(sample) == (end not in ("turns", "turn_len", "length"))
     row = Row("t.csv", 1, (("user", "Add."),), (), {}, episode.prompt)
@@ -111,6 +113,15 @@ def test_every_end_is_named(play, name):
     assert episode.learned[-1] == 1, "an episode ends in what the model wrote"
     assert bool(episode.fault) == episode.has_failed == (episode.total() is None)
     assert samples[0].episode.end == "answer"
+
+
+def test_a_result_that_leaves_no_token_for_a_turn_is_not_added(play):
+    script = {"Reach 0.": [add(5), FINAL]}
+    (whole,), _ = play(script)
+    begin = whole.episode.turns[1]
+    for most, turns in ((begin, 1), (begin + 1, 2)):
+        (sample,), _ = play(script, MAX_COMPLETION_LEN=most)
+        assert sample.episode.end == "length" and len(sample.episode.turns) == turns and len(sample.ids) <= most
 
 
 def test_a_result_cannot_end_its_message_and_is_cut(play):
@@ -133,7 +144,8 @@ def test_a_batch_is_the_same_whichever_environment_answers_first(play):
     for reward_s, wait_s in ((0.6, 0.0), (0.0, 0.6)):
         waiting = call(f'{{"seconds": {wait_s}}}', "wait")
         scripts = {"Reach 0.": [FINAL], "Reach 1.": [waiting, FINAL], "Reach 2.": [add(1), FINAL]}
-        _, model = play(scripts, world="Slow", at_once=2, columns={"reward_s": reward_s})
+        samples, model = play(scripts, world="Slow", at_once=2, columns={"reward_s": reward_s})
+        assert samples[1].episode.tool_s >= wait_s, "the sum of all its requests"
         batches.append(model.batches)
     assert batches[0] == batches[1] == [2, 2, 1]
 
@@ -147,6 +159,7 @@ def test_reward_functions_get_a_copy(play):
 
 def test_a_run_ends_only_where_no_episode_can_be_scored(play):
     samples, _ = play({"Add.": [FINAL]}, world="IntReset")
+    assert samples[0].written == 0, "the token that fills it up is not learned"
     with pytest.raises(RewardError, match="every episode of this step failed: reset: reset returned 3"):
         check_played(samples, "worlds:IntReset")
     samples, _ = play({"Reach 0.": [FINAL], "Reach 1.": [call("{}", "leave")]})
@@ -155,6 +168,8 @@ def test_a_run_ends_only_where_no_episode_can_be_scored(play):
 
 
 def test_a_prompt_that_the_reset_made_too_long_is_named(play):
+    (sample,), _ = play({"Reach 0.": [FINAL]})
+    play({"Reach 0.": [FINAL]}, MAX_PROMPT_LEN=len(sample.episode.prompt_ids))
     with pytest.raises(
         RewardError, match=r"t.csv, row 0, has \d+ tokens with the text of its reset, MAX_PROMPT_LEN is 9"
     ):

@@ -84,6 +84,17 @@ def test_transformers_generates_as_trl_does(tiny, tmp_path, top_p):
     assert samples == theirs and len({*map(tuple, samples)}) == len(prompts)
 
 
+def test_transformers_gives_each_answer_its_own_limit(tiny, tmp_path):
+    """Two at a time: a turn may have what its episode has left, whatever the others have."""
+    trainer = make(tiny, tmp_path, MAX_COMPLETION_LEN=12)
+    sampler = trainer.sampler.sampler
+    sampler.at_once, sampler.stops = 2, [trainer.model.config.vocab_size + 1]  # No token ends an answer.
+    with sampler.session(evaluation_sampling(trainer.run.settings, 0, greedy=True)) as session:
+        for prompt, limit in zip(prompts_of(trainer)[:4], (3, None, 5, 1), strict=True):
+            session.submit(prompt, limit)
+        assert [len(sample.ids) for _, sample in session.advance()] == [3, 12, 5, 1]
+
+
 @pytest.mark.parametrize("sync", ["merge", "lora"])
 def test_vllm_steps_answer_as_its_batches_do(build, sync):
     """Whatever finishes first, and with prompts that go in between steps; log-probs come where they are wanted."""
