@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import rewards
 from grpo.figures import statistics
+from grpo.reward.episode import Episode
 
 
 def test_the_best_action_is_the_best_and_no_near_one():
@@ -37,6 +38,26 @@ def test_action_and_best_score_actions_and_format_looks_at_the_form_alone():
 def table(name, *rows):
     """Columns `name`_0 .. of these rows, the shorter ones filled with None."""
     return {f"{name}_{k}": list(column) for k, column in enumerate(itertools.zip_longest(*rows))}
+
+
+def test_a_row_with_fewer_actions_has_no_others():
+    """The table's empty cells are no actions that earn 0."""
+    columns = table("reward_action", *[[0.1, 0.2, 0.9], [0.5, 0.7]] * 2)
+    answers = ["assistantfinal[2]", "assistantfinal[2]", "assistantfinal[0]", "assistantfinal[1]"]
+    assert rewards.action(answers, **columns) == pytest.approx([0.9, 0.48, 0.1, 0.7])
+
+
+def test_a_lost_episode_earns_what_the_worst_of_its_own_prompt_did():
+    ends = [("done", 1.0), ("done", 2.0), ("failed", None), ("done", -5.0), ("timeout", None)]
+    episodes = [Episode("", [], [1], [0], None, reward, end) for end, reward in ends]
+    earned = rewards.environment([""] * 5, episodes=episodes, prompts=["a", "a", "a", "b", "c"])
+    assert earned == [1.0, 2.0, 1.0, -5.0, None]
+
+
+def test_an_environment_may_pay_calls_or_the_end_or_both():
+    paid = [([0.5, -0.25], None), (None, 1.0), ([0.5, -0.25], 1.0), (None, None)]
+    episodes = [Episode("", [], [1, 1], [0, 1], by_turn, reward, "done") for by_turn, reward in paid]
+    assert rewards.environment([""] * 4, episodes=episodes, prompts=["a"] * 4) == [0.25, 1.0, 1.25, None]
 
 
 def test_regret_of_a_softmax_in_a_file_of_eight_decimals():

@@ -35,10 +35,12 @@ def test_the_best_step_is_kept_and_a_step_measured_again_changes_nothing(tmp_pat
     advice = loading_advice(record, 100)
     assert "Load the adapter in `best/`" in advice and "The one in this folder is of step 100, the last" in advice
     assert kept(tmp_path, 125, None) == {} and read_best(tmp_path) == record, "a figure without a value chooses nothing"
+    assert keep_best(tmp_path, "reward", {}, {}, {"step": 5, "heldout_reward": 0.5}, None) == {}, "nor does one alone"
     again = kept(tmp_path, 125, 15.0, measured={"samples": 8})
     assert again["step"] == 125 and len(again["evaluated"]) == 1, "figures that were measured otherwise do not compare"
-    worse = kept(tmp_path, 150, 99.0, by="reward", reward=0.3)
-    assert worse["better_than_base"] is False and "No adapter beats the base model" in loading_advice(worse, 150)
+    worse = kept(tmp_path, 150, 99.0, by="reward", measured={"samples": 8}, reward=0.3)
+    assert worse["better_than_base"] is False and len(worse["evaluated"]) == 1, "another figure decides"
+    assert "No adapter beats the base model" in loading_advice(worse, 150)
     assert "NOT BETTER than the base model" in read_best(tmp_path)["in_words"] and is_better("reward", 2, 1)
 
 

@@ -13,7 +13,7 @@ from grpo.reward.scoring import completion_rates, initial_trainer_state, partial
 def test_rates_of_completions():
     """Two of four answer, one of them the best action; one was cut off. Without actions, text is an answer."""
     row = Row("d.csv", 1, (("user", "x"),), (0.95, 1.0), {})
-    answers = [("[1]", 10, False), ("[0]", 20, False), ("", 30, True), ("so", 40, False)]
+    answers = [("[1]", 10, False), ("[0]", 20, False), (" \n", 30, True), ("so", 40, False)]
 
     def rates(row):
         texts = [(f"<|channel|>final<|message|>{text}<|return|>", tokens, cut) for text, tokens, cut in answers]
