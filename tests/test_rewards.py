@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 import rewards
 from grpo.figures import statistics
+from grpo.reward.calling import load_rewards
 from grpo.reward.episode import Episode
+from grpo.settings.table import Settings
 
 
 def test_the_best_action_is_the_best_and_no_near_one():
@@ -50,8 +52,10 @@ def test_a_row_with_fewer_actions_has_no_others():
 def test_a_lost_episode_earns_what_the_worst_of_its_own_prompt_did():
     ends = [("done", 1.0), ("done", 2.0), ("failed", None), ("done", -5.0), ("timeout", None)]
     episodes = [Episode("", [], [1], [0], None, reward, end) for end, reward in ends]
-    earned = rewards.environment([""] * 5, episodes=episodes, prompts=["a", "a", "a", "b", "c"])
-    assert earned == [1.0, 2.0, 1.0, -5.0, None]
+    columns = {"episodes": episodes, "prompts": ["a", "a", "a", "b", "c"]}
+    assert rewards.environment([""] * 5, **columns) == [1.0, 2.0, 1.0, -5.0, None]
+    (function,) = load_rewards([("environment", 1.0)], Settings(INVALID_REWARD=-1.0))
+    assert function([""] * 5, **columns) == [1.0, 2.0, -1.0, -5.0, -1.0]
 
 
 def test_an_environment_may_pay_calls_or_the_end_or_both():

@@ -144,9 +144,10 @@ def test_groups_that_teach_nothing_and_completions_that_one_function_leaves_out(
     specs = "test_trainer:halved=2,test_trainer:one_in_four"
     trainer = make(tiny, tmp_path, PROMPTS_PER_STEP=4, REWARDS=specs)
     step = score_completions(trainer, [[5, trainer.eos_token_ids[0]]] * 8)
-    rewards = [row["reward"] for row in read_csv(tmp_path / "completions.csv")]
-    assert rewards == ["1", "1", "0", "2", "1", "1", "nan", "nan"]
+    rewards = [(row["reward"], row["best_action"]) for row in read_csv(tmp_path / "completions.csv")]
+    assert rewards == [(reward, "3") for reward in ("1", "1", "0", "2", "1", "1", "nan", "nan")]
     assert step.rates["zero_std_fraction"] == 3 / 4
+    assert (step.rates["reward/halved"], step.rates["reward/one_in_four"]) == (0.5, 1 / 6), "of those that got one"
 
 
 def logging(completions, *, log_metric, log_extra, **columns):

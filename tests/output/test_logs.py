@@ -99,6 +99,7 @@ def test_only_a_simulated_run_has_columns_of_the_plant(tmp_path):
         (parse_rate_warning([0.1] * 5), "only 0.10"),
         (parse_rate_warning([0.95] * 10 + [0.7] * 5), "fell to 0.70"),
         (parse_rate_warning([0.95] * 10 + [0.90] * 5), None),
+        (parse_rate_warning([0.6] * 5 + [0.95] * 5 + [0.7] * 5), "its best was 0.95"),
         (reward_warning([0.5] * 4, [1] * 4), None),
         (reward_warning([0.5] * 8, [0.9] * 3 + [1] * 5), "nothing is learned"),
         (reward_warning([0.5] * 9, [1] * 4 + [0.9] + [1] * 4), None),
