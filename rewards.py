@@ -230,9 +230,9 @@ def environment(
     is also None where the environment could not be reset, to which the model contributed nothing, and where its
     `get_reward` returned None.
 
-    >>> from types import SimpleNamespace
+    >>> from grpo.reward.episode import Episode
     >>> ends = {"done": 1.0, "answer": 0.2, "timeout": None, "reset": None, "turns": None}
-    >>> episodes = [SimpleNamespace(end=end, total=lambda value=value: value) for end, value in ends.items()]
+    >>> episodes = [Episode("", [], [1], [0], None, reward, end) for end, reward in ends.items()]
     >>> environment([""] * 5, episodes=episodes, prompts=["one"] * 5)
     [1.0, 0.2, 0.2, None, None]
     >>> environment([""] * 5, episodes=episodes, prompts=["one"] * 5, invalid_reward=-1.0)
@@ -243,7 +243,7 @@ def environment(
     totals = [episode.total() for episode in episodes]
     rewards: list[float | None] = []
     for episode, prompt, earned in zip(episodes, prompts, totals, strict=True):
-        if earned is None and episode.end in ("timeout", "failed"):
+        if episode.has_failed and episode.end != "reset":
             peers = [
                 total for total, other in zip(totals, prompts, strict=True) if other == prompt and total is not None
             ]

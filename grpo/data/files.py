@@ -42,8 +42,8 @@ FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
 TABLE_DOC = "docs/data.md#from-a-table-to-the-format"
 MOST_PROBLEMS = 20  # So many problems of a file are listed; further ones are only counted.
 ROW_LOCATION = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
-# Keys of a message in TRL's form or in ShareGPT's, as text that cannot be parsed holds them.
 HALF_A_CHARACTER = "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8"  # problem, remedy
+# Keys of a message in TRL's form or in ShareGPT's, as text that cannot be parsed holds them.
 MESSAGE_KEYS = [re.compile(rf"""["'](?:{names})\\?["']\s*:""") for names in ("role|from", "content|value")]
 INSTRUCTING = ("system", "developer")  # gpt-oss's template takes these roles only in the first message
 Messages = tuple[tuple[str, str], ...]

@@ -26,6 +26,7 @@ from grpo.evaluate.saved_adapter import (
     strange_environment,
 )
 from grpo.output.durable import check_writable, write_named
+from grpo.output.layout import MEASURED_LATER
 from grpo.plan.hub import ModelFiles, count_parameters
 from grpo.plan.machine import Machine, installed_versions, read_machine
 from grpo.plan.vllm_model import vllm_faults
@@ -69,7 +70,7 @@ def trained_rows(options: argparse.Namespace, s: Settings, rows: Sequence[Row]) 
 
 def output_path(options: argparse.Namespace, name: str, problems: Problems) -> Path:
     """The file of --out, or evaluation-`name`.json in the adapter's folder. Adds a problem if it is not writable."""
-    path: Path = options.out or (options.run or Path()) / f"evaluation-{name}.json"
+    path: Path = options.out or (options.run or Path()) / MEASURED_LATER.replace("*", name)
     if options.out or not problems:  # a missing adapter was already reported: its folder is not reported again
         check_writable(path, problems)
     return path
