@@ -112,11 +112,17 @@ def run_figures(folder: Path, start: Json) -> list[Figure]:
     before = evaluation.get("before", start)
     figures += difference(f"{name}.gain", before, evaluation["after"], "after minus before")
     figures.append(figure(f"{name}.seconds", ran["seconds"], "s", "the whole process, beside other runs"))
-    if (folder / LOGS[0]).is_file():
-        steps = record.steps_of(folder).dropna(subset=["reward"])
-        figures.append(figure(f"{name}.learning_s", float(steps.step_s.sum()), "s", f"its {len(steps)} steps"))
-        for end, part in (("first_5", steps[:5]), ("last_5", steps[-5:])):
-            figures.append(figure(f"{name}.reward_{end}", float(part.reward.mean()), "reward", "sampled at 1"))
+    return figures + learning_figures(name, folder)
+
+
+def learning_figures(name: str, folder: Path) -> list[Figure]:
+    """What a run of train_grpo.py earned while it learned, whether it ended or was stopped; nothing of SFT."""
+    if not (folder / LOGS[0]).is_file():
+        return []
+    steps = record.steps_of(folder).dropna(subset=["reward"])
+    figures = [figure(f"{name}.learning_s", float(steps.step_s.sum()), "s", f"its {len(steps)} steps")]
+    for end, part in (("first_5", steps[:5]), ("last_5", steps[-5:])):
+        figures.append(figure(f"{name}.reward_{end}", float(part.reward.mean()), "reward", "sampled at 1"))
     return figures
 
 
@@ -138,11 +144,16 @@ def task_figures(folder: Path) -> list[Figure]:
     ran, runs = read_json(folder / RUN), sorted(path.parent for path in folder.glob(f"*/{RUN}"))
     evaluations = {run.name: read_json(run / "evaluation.json") for run in runs}
     start = next((evaluation for evaluation in evaluations.values() if "before" in evaluation), None)
-    if not start:
-        return []
     name = f"{ran['task']}.{ran['seed']}"
-    figures = [scored(f"{name}.start", start["before"], ""), scored(f"{name}.start.greedy", start["before_greedy"], "")]
-    figures += [figure(f"{name}.warmup_seconds", ran["seconds"], "s", "beside other runs")]
+    stopped = sorted({path.parent for path in folder.glob(f"*/{LOGS[0]}")} - set(runs))
+    figures = [row for run in stopped for row in learning_figures(f"{name}.{run.name}", run)]
+    if not start:
+        return figures
+    figures += [
+        scored(f"{name}.start", start["before"], ""),
+        scored(f"{name}.start.greedy", start["before_greedy"], ""),
+    ]
+    figures.append(figure(f"{name}.warmup_seconds", ran["seconds"], "s", "beside other runs"))
     figures += [row for run in runs for row in run_figures(run, start["before"])]
     if ran["task"] == "days" and "grpo" in evaluations:
         rule, rewards = rule_rewards(read_lines(folder / "rows/heldout.jsonl"))
@@ -169,7 +180,8 @@ def examples(folder: Path) -> list[Json]:
 
 def first_seeds(runs: Sequence[Path]) -> list[Path]:
     """Of each task the run named grpo with the lowest seed."""
-    runs = sorted((run for run in runs if run.name == "grpo"), key=lambda run: int(read_json(run / RUN)["seed"]))
+    runs = [run for run in runs if run.name == "grpo" and (run / RUN).is_file()]
+    runs = sorted(runs, key=lambda run: int(read_json(run / RUN)["seed"]))
     return list({read_json(run / RUN)["task"]: run for run in reversed(runs)}.values())
 
 
@@ -182,8 +194,8 @@ def collect(options: argparse.Namespace) -> None:
     more: Json = {"machine": record.machine_words(read_json(runs[0] / "settings.json")["machine"])}
     more |= {"versions": read_json(runs[0] / "versions.json")}
     record.write(options.results, [row for folder in tasks for row in task_figures(folder)], more=more)
-    kept = [row for run in first_seeds(runs) for row in examples(run)]
-    record.write_lines(options.results.with_suffix(".jsonl"), kept)
+    if kept := [row for run in first_seeds(runs) for row in examples(run)]:
+        record.write_lines(options.results.with_suffix(".jsonl"), kept)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,6 +38,12 @@ SWEEPS = {
         "loss-grpo": "`LOSS_TYPE=grpo`",
         "loss-dr_grpo": "`LOSS_TYPE=dr_grpo`",
     },
+    "language-steps-h200.json": {
+        "rate1e-5": "rate 1e-5",
+        "rate1e-4-steps120": "rate 1e-4, 120 steps",
+        "steps120": "120 steps",
+        "dapo": "`LOSS_TYPE=dapo`",
+    },
 }
 SHOWN = 4  # completions of each task's first and last step in the docs
 LONGEST_TEXT = 150  # characters of a completion in the docs
@@ -86,7 +92,7 @@ def sweep_table(results: str) -> str:
         mean = statistics.mean(gains)
         shown = ", ".join(f"{gain:.2f}" for gain in gains)
         rows.append([words, shown, f"{mean:.2f}", f"{minutes:.1f}", f"{mean / minutes:.2f}"])
-    return table(["", "gain, by seed", "mean", "minutes of 60 steps", "gain a minute"], rows)
+    return table(["", "gain, by seed", "mean", "minutes", "gain a minute"], rows)
 
 
 def completions_table() -> str:

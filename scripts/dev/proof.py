@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo.common import InputError
+from grpo.common import ROOT, InputError
 from grpo.evaluate.ask import prepare
 from grpo.evaluate.models import start_model
 from grpo.figures.statistics import confidence_interval
@@ -30,7 +30,7 @@ from grpo.process.child import run_child
 from grpo.settings.parsing import parse_value
 from grpo.tasks.tes.dataset import file_name
 from scripts.dev import record
-from scripts.dev.proof_data import Scale, write_data
+from scripts.dev.proof_data import OTHER_PROFILE, Scale, write_data
 from scripts.dev.record import Figure, figure, read_json
 from scripts.dev.warmup import Log, figures, write_warmed_up
 from scripts.dev.warmup_rows import ACTIONS
@@ -53,7 +53,8 @@ plan_best_base plan_best_trained | share | of held-out chains
 reward_chain_base_answer_base reward_chain_trained_answer_base | reward | expected, the base model's answers
 reward_chain_base_answer_trained reward_chain_trained_answer_trained | reward | expected, the trained model's answers
 """
-TRAIN, CHAINS = "train.json", "chains.json"  # The run's command and seconds, and what its chains are worth, in OUT.
+# In OUT: the run's command and seconds, what its chains are worth, and the closed loop of best/ on other days.
+TRAIN, CHAINS, OTHER = "train.json", "chains.json", "other.json"
 
 
 def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
@@ -115,7 +116,8 @@ def train(options: argparse.Namespace, scale: Scale, log: Log) -> int:
         raise InputError(f"{options.out / 'model'} is missing: run --stage make first")
     settings = run_settings(options, scale)
     log(command_line(settings))
-    (options.out / CHAINS).unlink(missing_ok=True)  # They are those of an earlier run.
+    for name in (CHAINS, OTHER):
+        (options.out / name).unlink(missing_ok=True)  # They are those of an earlier run.
     started = time.perf_counter()
     code = run_child([sys.executable, str(record.TRAIN_SCRIPT)], settings)
     seconds = time.perf_counter() - started
@@ -149,6 +151,18 @@ def chain_figures(run: Path, heldout: Path) -> record.Json:
         shares = model.probabilities(opened, ACTIONS, greedy=False, base=answer == "base")
         figures[f"reward_chain_{chain}_answer_{answer}"] = float((shares * rewards).sum(-1).mean())
     return figures
+
+
+def play_other_days(out: Path) -> int:
+    """Evaluates OUT/run/best on the days of OTHER_PROFILE; returns the exit code of scripts/evaluate.py."""
+    command = [sys.executable, str(ROOT / "scripts/evaluate.py"), str(out / "run" / "best"), "--out", str(out / OTHER)]
+    return run_child([*command, "--profile", str(out / "data" / OTHER_PROFILE)])
+
+
+def other_figures(plant: record.Json) -> list[Figure]:
+    """The closed loop of best/ and of the rules on other days."""
+    rows = record.plant_figures(plant)
+    return [figure(f"{row['name']}_other", row["value"], row["unit"], f"other days; {row['note']}") for row in rows]
 
 
 def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:
@@ -206,6 +220,7 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     if facts:
         more = {"machine": record.machine_words(facts), "versions": read_json(run / "versions.json")}
     results += run_figures(options.out) + record.tabled(CHAIN_FIGURES, read_json(options.out / CHAINS))
+    results += other_figures(read_json(options.out / OTHER))
     record.write(options.results, results, command, more)
     if (run / "report.html").is_file():
         shutil.copyfile(run / "report.html", options.results.with_name("proof-report.html"))
@@ -232,6 +247,8 @@ def prove(options: argparse.Namespace, scale: Scale) -> int:
         if scale.recipe.follow is not None and is_wanted("chains", (options.out / CHAINS).is_file()):
             heldout = Path(run_settings(options, scale)["EVAL_DATA"])
             checkpoint.write_json(options.out / CHAINS, chain_figures(options.out / "run", heldout))
+        if is_wanted("other", (options.out / OTHER).is_file()) and (code := play_other_days(options.out)):
+            return code
         return collect(options, log) if options.stage in ("collect", "all") else 0
     except OSError as error:
         raise InputError(str(error)) from None

@@ -50,6 +50,7 @@ SCALES = {
     "small": Scale(replace(TINY_RECIPE, windows=20, probe_windows=4, steps=60), 10, 4, split_settings(SMALL_RUN)),
 }
 DATA_SEED = 20_000  # seed of the generated days
+OTHER_PROFILE = "profile_other.csv"  # other days than those by which a run chooses best/
 # A chain has 29 tokens with o200k. The exact evaluation of small models covers only answers without a chain.
 REASON_RUN = split_settings("MAX_COMPLETION_LEN=40 EVAL_EXACT=0")
 # The probability that an answer follows the plan of its chain: the chain decides, as in a model that reasons. With 0.9
@@ -78,9 +79,12 @@ def reasoning(scale: Scale) -> Scale:
 
 def write_data(folder: Path, scale: Scale) -> None:
     """Writes the CSVs of the run, made as those under data/: training rows with short hours and varied loads, held-out
-    rows, and the hourly profile of the held-out windows."""
+    rows, and the hourly profiles of the held-out windows and of others that choose nothing."""
     prompt = scale.recipe.prompt
-    windows = {prompt: scale.train_windows}, {prompt: scale.heldout_windows}
+    heldout = {prompt: scale.heldout_windows}
+    factor = {prompt: scale.recipe.most_factor}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in synthetic_files(DATA_SEED, (prompt,), *windows, factor={prompt: scale.recipe.most_factor}):
+    for name, text in synthetic_files(DATA_SEED, (prompt,), {prompt: scale.train_windows}, heldout, factor):
         (folder / name).write_bytes(text.encode())
+    ((_, text),) = synthetic_files(DATA_SEED + 1, (), heldout=heldout)
+    (folder / OTHER_PROFILE).write_bytes(text.encode())

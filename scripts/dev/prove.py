@@ -13,8 +13,9 @@
 `make` writes OUT/data (training rows, held-out rows and their hourly profile) and OUT/model: a gpt-oss that a
 supervised warm-up has taught to read full TES prompts and to answer in the right format, but to choose little better
 than chance. `train` runs train_grpo.py on it as a user would, in OUT/run. With --reason `chains` measures what its
-chains are worth. `collect` compares held-out reward and closed-loop CO2 before and after, and writes them with the
-command as JSON; its exit code is 1 unless both improved. A stage that is complete is not repeated (--force does).
+chains are worth. `other` plays best/ on other days than those that chose it. `collect` compares held-out reward and
+closed-loop CO2 before and after, and writes them with the command as JSON; its exit code is 1 unless both improved. A
+stage that is complete is not repeated (--force does).
 docs/maintainers/proof.md explains the recipe.
 
 What is simplified: the model reasons in one fixed form (--reason) or not at all, and the features that it needs are
@@ -44,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of the proof: data/, model/, run/")
     add("--scale", choices=("mid", "small", "cpu"), default="mid", help="size of the proof (default %(default)s)")
     add("--reason", action="store_true", help="a short chain of reasoning before each answer, for every stage")
-    add("--stage", choices=("make", "train", "chains", "collect", "all"), default="all")
+    add("--stage", choices=("make", "train", "chains", "other", "collect", "all"), default="all")
     add("--device", default="cpu", help="device of the warm-up: cpu (default), cuda, cuda:1, ...")
     add("--tokenizer", type=Path, help="folder with tokenizer.json")
     add("--warmup-seconds", type=float, dest="seconds", help="budget of the warm-up (default: the scale's)")

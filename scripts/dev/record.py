@@ -153,7 +153,7 @@ def reward_figures(evaluation: Json) -> list[Figure]:
 
 
 def plant_figures(plant: Json) -> list[Figure]:
-    """What each policy emits, leaves unserved and loses, over all held-out windows."""
+    """What each policy emits, leaves unserved and loses, over all windows, and trained minus the best rule in pairs."""
     figures = []
     for policy, total in plant.get("totals", {}).items():
         for name, unit in UNITS.items():
@@ -165,6 +165,10 @@ def plant_figures(plant: Json) -> list[Figure]:
                     note = f"worst {total['worst_window']}, {total['worst_unserved_kwh']:.2f} kWh"
             if total.get(name) is not None:
                 figures.append(figure(f"{name}_{policy}", total[name], unit, note))
+    for name, value in plant.get("difference_rule", {}).items():
+        figures.append(
+            figure(name.replace("percent", "over_rule"), value, "%", "trained minus the best rule, in pairs")
+        )
     return figures
 
 

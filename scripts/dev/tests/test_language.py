@@ -116,6 +116,10 @@ def test_all_stages_on_the_tiny_model(tmp_path, monkeypatch):
     assert values[f"{name}.sft_over_grpo"] == pytest.approx(over)
     rows = [json.loads(line) for line in results.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["when"] for row in rows] == ["before"] * 2 + ["after"] * 2
+    (tmp_path / "tickets-5/grpo/run.json").unlink()  # as if it had been stopped
+    assert language.main(["collect", str(tmp_path), "--results", str(results)]) == 0
+    stopped = {figure["name"] for figure in json.loads(results.read_text(encoding="utf-8"))["figures"]}
+    assert f"{name}.grpo.reward_last_5" in stopped and f"{name}.grpo.gain" not in stopped
     assert all(row["prompt"].endswith("[3] accounts?") for row in rows)
 
 

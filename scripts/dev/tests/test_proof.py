@@ -15,7 +15,7 @@ from grpo.common import InputError
 from grpo.settings.environment import load_settings
 from scripts.dev import proof
 from scripts.dev.proof import run_settings
-from scripts.dev.proof_data import SCALES, reasoning
+from scripts.dev.proof_data import OTHER_PROFILE, SCALES, reasoning, write_data
 from scripts.dev.warmup_rows import CHAIN
 
 
@@ -27,7 +27,12 @@ def plant(base: float, trained: float, unserved: float = 0.0) -> dict:
         means = {name: {"mean": {"co2_kg": co2, "priced_kg": priced}} for name, (co2, priced) in kg.items()}
         windows.append({"policies": means})
     totals = {name: {"co2_kg": 3 * kg, "regret_percent": kg} for name, kg in (("base", base), ("trained", trained))}
-    return {"windows": windows, "totals": totals | {"rule": {"co2_kg": 1, "regret_percent": None}}}
+    gap = {"regret_percent": trained - 9, "regret_percent_high": trained - 8}
+    return {
+        "windows": windows,
+        "totals": totals | {"rule": {"co2_kg": 1, "regret_percent": None}},
+        "difference_rule": gap,
+    }
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,7 @@ def test_collect_judges_by_intervals(tmp_path, monkeypatch, low, plant, code):
     evaluation["difference"] = {"reward": 0.1, "reward_low": low, "reward_high": 0.2}
     (run / "evaluation.json").write_text(json.dumps(evaluation))
     (run / "closed_loop.json").write_text(json.dumps(plant))
+    (out / proof.OTHER).write_text(json.dumps({"totals": {"trained": {"unserved_kwh": 3.0}}}))
     (run / "report.html").write_text("<html>")
     facts = {"gpu": "H9", "gpus": 1, "gpu_total": 9.0, "cores": 7, "arch": "x"}
     (run / "settings.json").write_text(json.dumps({"machine": facts}))
@@ -59,6 +65,8 @@ def test_collect_judges_by_intervals(tmp_path, monkeypatch, low, plant, code):
     named = {row["name"]: row["value"] for row in record["figures"]}
     assert "regret_percent_rule" not in named and named["reward_gain"] == 0.1
     assert not plant or named["co2_kg_trained"] == plant["totals"]["trained"]["co2_kg"]
+    assert not plant or named["regret_over_rule_high"] == named["regret_percent_trained"] - 8
+    assert named["unserved_kwh_trained_other"] == 3.0
     assert (results.parent / "proof-report.html").is_file()
 
 
@@ -149,6 +157,19 @@ def test_chains_are_measured_in_a_stage_of_their_own(tmp_path, monkeypatch):
     assert json.loads((tmp_path / proof.CHAINS).read_text()) == {"plan_best_base": "tes_heldout_compact.csv"}
 
 
+def test_best_is_played_on_days_that_did_not_choose_it(tmp_path, monkeypatch):
+    data, commands = tmp_path / "data", []
+    write_data(data, SCALES["small"])
+    days = [(data / name).read_text().splitlines() for name in ("profile_heldout.csv", OTHER_PROFILE)]
+    assert len(days[0]) == len(days[1]) and not set(days[0][1:]) & set(days[1][1:])
+    monkeypatch.setattr(proof, "run_child", lambda command: commands.append(command) or 5)
+    options = prove.parse_args(["--out", str(tmp_path), "--stage", "other"])
+    assert proof.prove(options, SCALES["small"]) == 5
+    assert {str(tmp_path / "run/best"), str(data / OTHER_PROFILE)} < set(commands[0])
+    (tmp_path / proof.OTHER).touch()
+    assert proof.prove(options, SCALES["small"]) == 0, "it is complete"
+
+
 @pytest.mark.slow
 @pytest.mark.numeric
 def test_a_small_proof_from_model_to_figures(tmp_path, monkeypatch):
@@ -165,7 +186,7 @@ def test_a_small_proof_from_model_to_figures(tmp_path, monkeypatch):
     named = {row["name"]: row["value"] for row in json.loads(results.read_text())["figures"]}
     kept = json.loads((ROOT / "docs" / "results" / "proof-h200-seed1.json").read_text())["figures"]
     assert {row["name"] for row in kept} <= named.keys(), "names in docs/results are an interface"
-    assert named["steps"] == 4 and named["train_s"] > 1
+    assert named["steps"] == 4 and named["train_s"] > 1 and named["regret_percent_trained_other"] > 0
     assert str(tmp_path) not in results.read_text() and "MODEL_ID=OUT/model" in results.read_text()
     # What is complete is not repeated.
     before = [path.stat().st_mtime_ns for path in (out / "model" / "warmup.json", out / "run" / "evaluation.json")]
