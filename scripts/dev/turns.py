@@ -14,7 +14,7 @@ import torch
 from grpo.rollout import engine as rollout_engine
 from grpo.rollout import sampler
 from grpo.rollout.engine import Engine
-from grpo.rollout.sampler import JOIN_STEPS, AwakeVllmSampler, Sampling, Session, Tokens
+from grpo.rollout.sampler import JOIN_COST, AwakeVllmSampler, Sampling, Session, Tokens
 from scripts.dev.decode import Point, command_with_variables, start_alone, write_measured
 from scripts.dev.harness import Function, intercept
 from scripts.dev.record import Figure, tabled
@@ -22,17 +22,17 @@ from scripts.dev.record import Figure, tabled
 EPISODES, GROUP, PROMPT = 96, 8, 940  # episodes, those of a prompt, its tokens
 TURNS, RESULT = 24, 16  # turns of an episode, tokens between two
 WARMUP_TURNS = 2  # of the trial that does not count
-# How episodes are played -> whether their turns differ in length, and after how many steps turns join the engine.
+# How episodes are played -> whether their turns differ in length, and the JOIN_COST that they wait for.
 WAYS = {
-    "turns": (False, JOIN_STEPS),
-    "uneven": (True, JOIN_STEPS),
-    "every_step": (True, 0),
-    "lockstep": (True, 10**9),  # when nothing else runs
+    "turns": (False, JOIN_COST),
+    "uneven": (True, JOIN_COST),
+    "every_step": (True, 0.0),
+    "lockstep": (True, float("inf")),  # when nothing else runs
 }
 TABLE = """
 turns_s | s | {episodes} episodes of {turns} turns of {tokens} tokens, results of {result} tokens between them
 uneven_s | s | for as many tokens, with turns of {least} to {most} tokens, so that each ends at another step
-every_step_s | s | as uneven_s, but a turn joins the engine's next step, not one of {join}
+every_step_s | s | as uneven_s, but a turn joins the engine's next step, whatever it costs
 lockstep_s | s | as uneven_s, but all wait for the longest turn, as in TRL's loop, which also sends weights each time
 answer_s | s | answers of as many tokens as the first episodes, from the same prompts
 turns_ratio uneven_ratio every_step_ratio lockstep_ratio | | seconds a token, divided by those of answer_s
@@ -84,7 +84,7 @@ def measure(engine: Engine, vocab: int, trials: int, tokens: int) -> dict[str, f
     best = dict.fromkeys((*WAYS, "answer"), 0.0)
     awake = AwakeVllmSampler(engine, None)
     for trial, name in itertools.product(range(trials + 1), best):
-        is_uneven, join_steps = WAYS.get(name, (False, JOIN_STEPS))
+        is_uneven, join_cost = WAYS.get(name, (False, JOIN_COST))
         prompts = Point(EPISODES, PROMPT, tokens, GROUP).prompts(vocab, trial)
         lengths = turn_lengths(tokens, is_uneven, trial)
         if not trial:
@@ -98,7 +98,7 @@ def measure(engine: Engine, vocab: int, trials: int, tokens: int) -> dict[str, f
         with (
             awake.session(sampling) as session,
             intercept(rollout_engine, "completion_of", count),
-            mock.patch.object(sampler, "JOIN_STEPS", join_steps),
+            mock.patch.object(sampler, "JOIN_COST", join_cost),
         ):
             written = play_turns(session, prompts, lengths, prompts[0][:RESULT])
         torch.cuda.synchronize()
@@ -123,7 +123,7 @@ def bench_turns(options: argparse.Namespace) -> int:
     for tokens in options.tokens:
         values, lengths = measure(engine, config["vocab_size"], options.trials, tokens), uneven_lengths(tokens)
         sizes = {"episodes": EPISODES, "turns": TURNS, "tokens": tokens, "result": RESULT}
-        sizes |= {"least": lengths[0], "most": lengths[-1], "join": JOIN_STEPS}
+        sizes |= {"least": lengths[0], "most": lengths[-1]}
         figures += [{**row, "name": f"{row['name']}_{tokens}"} for row in tabled(TABLE, values | sizes)]
         write_measured(options, figures, command, engine)
     return 0
