@@ -56,9 +56,13 @@ def run(command: Sequence[str | Path], settings: dict[str, str]) -> float:
 
 
 def warm(options: argparse.Namespace) -> None:
-    """Writes OUT/rows and OUT/model, whose attention weights contain the adapter of the warm-up."""
+    """Writes OUT/rows and OUT/model, whose attention weights contain the adapter of the warm-up; a model that
+    make_model.py has warmed up stays as it is."""
     rows, adapter = options.out / "rows", options.out / "warmup"
     write_rows(TASKS[options.task], rows, options.seed)
+    if (options.model / "warmup.json").is_file():
+        (options.out / "model").symlink_to(options.model.resolve())
+        return write_run(options.out, options.task, options.seed, {}, 0.0)
     settings = {"MODEL_ID": str(options.model), "DATA": str(rows / "warmup.jsonl"), "SEED": str(options.seed)}
     settings |= TASKS[options.task].settings | WARMUP | dict(options.set)
     seconds = run([ROOT / "scripts/sft.py", "--out", adapter], settings)

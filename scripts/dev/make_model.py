@@ -6,11 +6,14 @@
     python scripts/dev/make_model.py full --out checkpoints/mid --tokenizer o200k/ --layers 4
     python scripts/dev/make_model.py full --out checkpoints/120b --tokenizer o200k/ --shape 120b --device cuda
     python scripts/dev/make_model.py smollm2 --out checkpoints/smollm2 --source SmolLM2-135M-Instruct/
+    python scripts/dev/make_model.py day --out checkpoints/day --tokenizer o200k/ --device cuda
 
 ``tiny`` has a few hundred thousand parameters, its own tokenizer and a supervised warm-up on synthetic TES prompts: it
 answers in the right format and reads the numbers, but does not know which action is better: that is left to GRPO.
 ``full`` has gpt-oss-20b's or 120b's shapes and noise for weights: it costs what the real model costs in memory and
 time, and answers nothing. ``smollm2`` is SmolLM2-135M-Instruct, rewritten: a trained model that writes English.
+``day`` has 43 million weights besides the embeddings; it plays days of the plant by calls (TASK=tes_day), and reads
+what they return, but calls every level alike.
 docs/maintainers/models.md says what each can show.
 
 All are written in the MXFP4 layout of openai/gpt-oss-20b. What is simplified: without ``--realistic``,
@@ -39,10 +42,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     tiny = commands.add_parser("tiny", help="a toy model that understands the demo's prompts, 0.3 million parameters")
     full = commands.add_parser("full", help="gpt-oss's shapes with random weights, 12.8 GiB or, 120b, 60.8 GiB")
     smollm2 = commands.add_parser("smollm2", help="SmolLM2-135M-Instruct, a trained model, rewritten: 0.5 GiB")
-    for command in (tiny, full, smollm2):
+    day = commands.add_parser("day", help="a model of 43 million weights that plays the plant's days: 0.5 GiB")
+    for command in (tiny, full, smollm2, day):
         command.add_argument("--out", type=Path, required=True, help="new directory to write")
-    full.add_argument("--tokenizer", type=Path, required=True, help="directory with the tokenizer.json to copy")
-    full.add_argument("--device", default="cpu", help="where the weights are drawn: cpu (default) or cuda")
+    for command in (full, day):
+        command.add_argument("--tokenizer", type=Path, required=True, help="directory with the tokenizer.json to copy")
+        command.add_argument("--device", default="cpu", help="where weights are drawn and trained: cpu or cuda")
+    day.add_argument("--seed", type=int, default=0, help="seed of weights and warm-up (default %(default)s)")
     full.add_argument("--shape", choices=("20b", "120b"), default="20b", help="size of gpt-oss (default 20b)")
     full.add_argument("--layers", type=int, help="number of layers, 0.49 GiB each (120b: 1.65); default 24 (120b: 36)")
     full.add_argument("--realistic", action="store_true", help="weights with the statistics of a trained model's")
@@ -54,9 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     args, start = parse_args(argv), time.perf_counter()
     # Imported here: torch takes seconds, and --help and a usage error do not need it.
     from grpo.model.gptoss_format import GPT_OSS_20B, GPT_OSS_120B
+    from scripts.dev.proof_data import DAY_RECIPE
     from scripts.dev.random_weights import write_full
     from scripts.dev.smollm2 import write_smollm2
-    from scripts.dev.warmup import write_tiny
+    from scripts.dev.warmup import write_small
 
     try:
         if args.command == "full":
@@ -65,8 +72,10 @@ def main(argv: list[str] | None = None) -> int:
             write_full(args.out, sizes, args.tokenizer, args.device, args.realistic)
         elif args.command == "smollm2":
             write_smollm2(args.out, args.source)
+        elif args.command == "day":
+            write_small(args.out, DAY_RECIPE, args.seed, tokenizer=args.tokenizer, device=args.device)
         else:
-            write_tiny(args.out)
+            write_small(args.out)
             print(FIGURES.format(**json.loads((args.out / "warmup.json").read_text(encoding="utf-8"))))
     except OSError as error:
         raise InputError(str(error)) from None

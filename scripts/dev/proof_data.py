@@ -33,6 +33,12 @@ MID_RECIPE = Recipe(
     MID, "full", windows=2400, probe_windows=60, seconds=300, steps=100_000, batch=64, lr=1e-3,
     distances=((1, 2, 3, 4, 5, 6, 7, 8), (1, 8, 6, 11, 17, 26, 20, 3), (), (0,)), most_factor=2.0,
 )  # fmt: skip
+# Here the second one looks from a call's level back at the state: 37, 31 and 22 tokens to stored energy, load and CO2,
+# and 19 to the line of the hour before.
+DAY_RECIPE = replace(
+    MID_RECIPE, prompt="day", seconds=float("inf"), steps=560,
+    distances=(MID_RECIPE.distances[0], (37, 31, 22, 1, 19, 6, 12, 3), (), (0,)),
+)  # fmt: skip
 # PARITY=off: this model's predictions are so even that the check's adapter hardly changes the log-probs of fixed
 # tokens, and the check refuses a model where it sees no effect (on an H200 0.0005 nats with it, 0.0001 without).
 MID_RUN = """REWARDS=regret EXPECTED_REWARD=1 EVAL_SAMPLES=8 EVAL_STEPS=125 SEED=1 USE_VLLM=1 PARITY=off

@@ -19,6 +19,7 @@ from grpo.common import InputError
 from grpo.model import gptoss_format as gptoss
 from grpo.model.write_checkpoint import new_directory, read_tokenizer, special_token_ids, write_checkpoint, write_json
 from grpo.plan.hub import TINY_PATH
+from scripts.dev.warmup_days import CALL_ENDS, warmup_day_rows
 from scripts.dev.warmup_rows import ACTIONS, PROBE_SEED, WARMUP_SEED, WarmupTensors, warmup_rows
 
 Log = Callable[[str], None]
@@ -63,8 +64,8 @@ class Recipe:
     """Everything that a warm-up depends on besides the seed: a change of any field changes the model."""
 
     sizes: gptoss.Sizes
-    prompt: str  # full or compact, as in make_dataset.py
-    windows: int  # windows to learn from, with 40 rows each
+    prompt: str  # full or compact, as in make_dataset.py; day: the plant's day in turns
+    windows: int  # windows to learn from, with 40 rows each, or 30 turns
     probe_windows: int  # windows on which the warm-up is measured
     seconds: float  # time budget; the schedule follows this or `steps`, whichever runs out first
     steps: int
@@ -295,6 +296,15 @@ class WarmUp:
                     raise InputError("the warm-up's loss is not finite")
 
 
+def read_rows(recipe: Recipe, first_seed: int, windows: int, tokenizer: Tokenizer, device: str) -> WarmupTensors:
+    """The rows of so many windows, in the form of the recipe's prompts."""
+    if recipe.prompt == "day":
+        rows = warmup_day_rows(first_seed, windows, recipe.most_factor)
+        return WarmupTensors(rows, tokenizer, device, ends=CALL_ENDS)
+    rows = warmup_rows(first_seed, windows, recipe.prompt, recipe.most_factor)
+    return WarmupTensors(rows, tokenizer, device, recipe.follow is not None)
+
+
 def write_warmed_up(
     directory: Path, recipe: Recipe, tokenizer: Tokenizer, device: str, seed: int, log: Log
 ) -> tuple[dict[str, dict[str, float]], WarmupTensors]:
@@ -303,18 +313,13 @@ def write_warmed_up(
     Returns its `figures` after reading, right after the experts were rounded to MXFP4, and as stored, then the rows
     that they were measured on. Raises InputError for a tokenizer that does not fit."""
     rows, probe = (
-        WarmupTensors(
-            warmup_rows(first_seed, windows, recipe.prompt, recipe.most_factor),
-            tokenizer,
-            device,
-            recipe.follow is not None,
-        )
+        read_rows(recipe, first_seed, windows, tokenizer, device)
         for first_seed, windows in ((WARMUP_SEED, recipe.windows), (PROBE_SEED, recipe.probe_windows))
     )
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
     torch.manual_seed(seed)
     model = new_model(recipe, tokenizer).to(device)  # type: ignore[arg-type]  # the wrapper loses `self`
-    if device.startswith("cuda") and recipe.prompt == "full":
+    if device.startswith("cuda") and recipe.prompt != "compact":
         model.set_attn_implementation("flex_attention")  # It is faster, but refuses rows of fewer than 128 tokens.
     training, stages = WarmUp(model, rows, recipe, seed), {}
 
@@ -337,12 +342,19 @@ def write_warmed_up(
     return stages, probe
 
 
-def write_tiny(out: Path, recipe: Recipe = TINY_RECIPE, seed: int = 0, log: Log = print) -> None:
-    """Warm up the tiny model on the CPU and write its checkpoint, with figures in warmup.json, to the folder `out`.
+def write_small(
+    out: Path,
+    recipe: Recipe = TINY_RECIPE,
+    seed: int = 0,
+    log: Log = print,
+    tokenizer: Path = TINY_PATH,
+    device: str = "cpu",
+) -> None:
+    """Warm up the recipe's model and write its checkpoint, with figures in warmup.json, to the folder `out`.
 
-    Its tokenizer is that of data/tiny: every integer from 0 to 200 is a token of its own, with and without the space
-    before, so that prompts are short and numbers are easy to read. The same seed gives the same model on the same
-    machine. Raises InputError before training, as `new_directory` does."""
+    In the tokenizer of data/tiny every integer from 0 to 200 is a token of its own, with and without the space before,
+    so that prompts are short and numbers are easy to read. The same seed gives the same model on the same machine.
+    Raises InputError before training, as `new_directory` does."""
     with new_directory(out) as directory, torch.random.fork_rng([]):
-        stages, _ = write_warmed_up(directory, recipe, read_tokenizer(TINY_PATH), "cpu", seed, log)
+        stages, _ = write_warmed_up(directory, recipe, read_tokenizer(tokenizer), device, seed, log)
         write_json(directory / "warmup.json", {"seed": seed, "steps": recipe.steps, **stages["stored"]})

@@ -98,15 +98,22 @@ class WarmupTensors:
     """Warm-up rows on the device where they are used: `ids` (N, T) of prompt and answer, padded on the right, `lengths`
     (N,), `rewards` (N, actions), and `readings` (N, R) with mean 0 and deviation 1.
 
-    `answer` has the tokens that a row ends in: `ANSWER_BEFORE`, action 0, `ANSWER_AFTER`, behind a `CHAIN` where
-    the model `reasons`. `choices` are the indices in it of the plan, if there is a chain, and of the action;
-    `actions` the tokens that name the actions at each of these. `numbers` are the indices of the chain's numbers, which
-    vary by row, and `fixed` those of the other tokens."""
+    `answer` has the tokens that a row ends in: action 0 between its `ends`, behind a `CHAIN` where the model
+    `reasons`. `choices` are the indices in it of the plan, if there is a chain, and of the action; `actions` the
+    tokens that name the actions at each of these. `numbers` are the indices of the chain's numbers, which vary by
+    row, and `fixed` those of the other tokens."""
 
-    def __init__(self, rows: list[WarmupRow], tokenizer: Tokenizer, device: str, reasons: bool = False) -> None:
+    def __init__(
+        self,
+        rows: list[WarmupRow],
+        tokenizer: Tokenizer,
+        device: str,
+        reasons: bool = False,
+        ends: Sequence[str] = (ANSWER_BEFORE, ANSWER_AFTER),
+    ) -> None:
         def answer(action: int, numbers: Sequence[str]) -> list[int]:
             chain = CHAIN.format(*numbers, action) if reasons else ""
-            return tokenizer.encode(f"{chain}{ANSWER_BEFORE}{action}{ANSWER_AFTER}").ids
+            return tokenizer.encode(f"{chain}{ends[0]}{action}{ends[1]}").ids
 
         def differing(other: list[int]) -> list[int]:
             return [n for n, (a, b) in enumerate(zip(self.answer, other, strict=True)) if a != b]
@@ -117,11 +124,11 @@ class WarmupTensors:
         self.fixed = [n for n in range(len(self.answer)) if n not in {*self.choices, *self.numbers}]
         self.actions = [[answer[n] for answer in answers] for n in self.choices]
         encodings = tokenizer.encode_batch([row.prompt for row in rows], add_special_tokens=False)
-        ends = [answer(0, stated_numbers(row.prompt)) if reasons else self.answer for row in rows]
-        if {len(end) for end in ends} != {len(self.answer)}:
+        own = [answer(0, stated_numbers(row.prompt)) if reasons else self.answer for row in rows]
+        if {len(tokens) for tokens in own} != {len(self.answer)}:
             raise InputError("the tokenizer splits numbers below 1000: a chain of thought needs the o200k one")
-        pairs = zip(encodings, ends, strict=True)
-        ids = [torch.tensor(encoding.ids + end, dtype=torch.int32) for encoding, end in pairs]
+        pairs = zip(encodings, own, strict=True)
+        ids = [torch.tensor(encoding.ids + tokens, dtype=torch.int32) for encoding, tokens in pairs]
         self.ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
         self.lengths = torch.tensor([len(row) for row in ids], device=device)
         self.rewards = torch.tensor([row.rewards for row in rows], device=device)

@@ -13,7 +13,7 @@ from grpo.model.load import load_tokenizer
 from grpo.model.write_checkpoint import read_tokenizer
 from grpo.output.durable import read_json
 from grpo.plan.hub import TINY_ACTIONS
-from scripts.dev.warmup import TINY_RECIPE, figures, write_tiny
+from scripts.dev.warmup import TINY_RECIPE, figures, write_small
 from scripts.dev.warmup_rows import ACTIONS, PROBE_SEED, WarmupTensors, warmup_rows
 
 pytestmark = pytest.mark.numeric
@@ -43,7 +43,7 @@ def test_the_shipped_files_are_what_the_recipe_makes(tiny, tmp_path):
     caller's random stream alone."""
     recipe, state = replace(TINY_RECIPE, windows=2, probe_windows=1, steps=4, batch=8), torch.get_rng_state()
     for name in ("first", "second"):
-        write_tiny(tmp_path / name, recipe, log=lambda line: None)
+        write_small(tmp_path / name, recipe, log=lambda line: None)
     assert torch.equal(torch.get_rng_state(), state)
     names = {path.name for path in tiny.iterdir()}
     assert names == {path.name for path in (tmp_path / "first").iterdir()}

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warm-up that teaches a small model to play days of the plant: its rows are episodes as a run plays them."""
+
+import contextlib
+import re
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+
+from grpo.data.files import Row
+from grpo.environment.calls import read_call, special_ids
+from grpo.environment.pool import EnvironmentPool, describe_environment
+from grpo.model.load import load_tokenizer
+from grpo.model.write_checkpoint import read_tokenizer
+from grpo.plan.hub import TINY_PATH
+from grpo.rollout.demonstrations import Recital
+from grpo.rollout.episodes import EpisodePlayer
+from grpo.rollout.sampler import EndTokens, rollout_sampling
+from grpo.settings.environment import load_settings
+from grpo.tasks.tes import dataset
+from grpo.tasks.tes.plant import HOURS
+from grpo.tasks.tes_day.environment import TRAIN_START, day_rows
+from scripts.dev.warmup import TINY_RECIPE, read_rows
+from scripts.dev.warmup_days import CALL_ENDS, SYSTEM_PROMPT, warmup_day_rows
+from scripts.dev.warmup_rows import ACTIONS, TEMPLATE
+
+SEED = 40_003
+
+
+def test_rows_are_the_beginnings_of_an_episode_as_a_run_plays_it():
+    rows = warmup_day_rows(SEED, 1, 2.0)
+    assert len(rows) == 3 * len(HOURS) and all(0 < sum(row.rewards) < 3 for row in rows)
+    shown = rows[len(HOURS) - 1].prompt  # all of the first day but its last call
+    assert all(shown.startswith(row.prompt) for row in rows[: len(HOURS)])
+    levels = re.findall(r'{"level": (\d)}<\|call', shown)
+    ((plain, rng),) = dataset.synthetic_windows(SEED, dataset.ROWS_STREAM, 1, TRAIN_START + timedelta(weeks=SEED % 52))
+    columns = next(day_rows(dataset.vary_loads(plain, rng, 2.0), rng))
+    settings, _, problems = load_settings(
+        {"TASK": "tes_day", "REASONING_EFFORT": "low", "PROMPT_DATE": columns["date"], "MODEL_ID": str(TINY_PATH)}
+    )
+    assert not problems and len(levels) == len(HOURS) - 1
+    recital, tokenizer = Recital(), load_tokenizer(str(TINY_PATH))
+    turns = [f"{CALL_ENDS[0]}{level}{CALL_ENDS[1]}" for level in [*levels, "0"]]
+    recital.turns = iter([tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns])
+    row = Row("days", 1, (("system", SYSTEM_PROMPT), ("user", columns["prompt"])), (), columns)
+    ends = EndTokens([tokenizer.convert_tokens_to_ids("<|call|>")], tokenizer.pad_token_id)
+    tools = describe_environment(settings.ENVIRONMENT, 30).tools
+    with contextlib.closing(EnvironmentPool(settings.ENVIRONMENT, 30)) as pool:
+        player = EpisodePlayer(recital, pool, tokenizer, ends, settings, tools, TEMPLATE, at_once=1, wants_copy=False)
+        (sample,) = player.play([row], rollout_sampling(settings, 0))
+    assert sample.episode.end == "done"
+    played = tokenizer.decode([*sample.episode.prompt_ids, *sample.ids])
+    assert played.startswith(shown + turns[-1])
+
+
+def test_rows_end_in_a_call_of_each_level():
+    tokenizer = load_tokenizer(str(TINY_PATH))
+    rows = read_rows(replace(TINY_RECIPE, prompt="day"), SEED, 1, read_tokenizer(TINY_PATH), "cpu")
+    ids, lengths = rows.batch(torch.arange(ACTIONS))
+    rows.write_actions(ids, lengths, 0, torch.arange(ACTIONS))
+    special = special_ids(tokenizer.added_tokens_encoder.get)
+    for level, (row, length) in enumerate(zip(ids.tolist(), lengths.tolist(), strict=True)):
+        call = read_call(row[length - len(rows.answer) : length], special, tokenizer.decode)
+        assert call.name == "run" and call.arguments == {"level": level} and not call.fault
