@@ -10,7 +10,7 @@ from run_folders import plant_record
 from grpo.common import Problems
 from grpo.data.files import read_file
 from grpo.settings.table import Settings
-from grpo.tasks.tes.simulator import SIMULATOR, skip_reason
+from grpo.tasks.tes.simulator import SECOND_RUN, SIMULATOR, skip_reason
 
 PROFILE = "data/profile_heldout.csv"
 RUNS = [  # settings, kind of prompts, vLLM, EVAL_PROFILE is the user's, why it does not run
@@ -66,6 +66,11 @@ def test_report_and_table_compare_with_the_base_model_and_the_best_rule():
     assert [row[0] for row in section.rows] == ["base", "trained", "optimum", "always 0", "follow the load"]
     cells = ["100.0", "5.0", "19.0 (15.0 to 22.0) *", "1 of 90", "7.0", "1 of 5", "days: 2025-07-07 (6.5)"]
     assert section.rows[1] == ["trained", *cells]
+    texts = section.verdict, " ".join(SIMULATOR.table(record).split())
+    assert all(SECOND_RUN in text for text in texts), "6.5 kWh in a window are worth a second run"
+    record["totals"]["trained"]["worst_unserved_kwh"] = 0.9
+    texts = SIMULATOR.report(record).verdict, SIMULATOR.table(record)
+    assert not any("second run" in text for text in texts)
     record["windows"], no_interval = [{}], {"regret_percent_low": None, "regret_percent_high": None}
     for figures in (record["difference"], record["difference_rule"]):
         figures |= no_interval

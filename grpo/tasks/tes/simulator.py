@@ -28,6 +28,9 @@ NOTE = (
     "Totals over all windows. Regret: cost above the optimum's, in brackets its 95% interval over windows. Little CO2 "
     "is worth nothing where load stays unserved."
 )
+# Models that left less in every window gained nothing by a second run (docs/maintainers/proof.md).
+MUCH_KWH = 1.0
+SECOND_RUN = "The trained model leaves load unserved: a second run with REWARDS=cost often serves it (docs/data.md)."
 UNSERVED_LOSSES = f"Load stayed unserved in some windows, and {RARE_LOSSES.format('window')}."
 
 
@@ -156,6 +159,8 @@ class ClosedLoop(Simulator):
             change = with_interval(record["difference_start"], "regret_percent", "+.1f", "95% interval ")
             lines.append(f"  trained against start: regret {change} points")
         lines += wrapped(verdict(self.comparisons(record)))
+        if leaves_load(object_at(record, "totals", "trained")):
+            lines += wrapped(SECOND_RUN)
         if any(map(hides_losses, record["totals"].values())):
             lines += wrapped(f"* {UNSERVED_LOSSES}")
         return "\n".join(lines)
@@ -185,6 +190,7 @@ class ClosedLoop(Simulator):
                 f"Load left unserved: {unserved[0]:,.1f} kWh before, {unserved[1]:,.1f} after, "
                 f"{unserved_text(trained, len(record['windows']))}."
             )
+            sentences += f" {SECOND_RUN}" if leaves_load(trained) else ""
             sentences += f" {UNSERVED_LOSSES}" if hides_losses(base) or hides_losses(trained) else ""
         is_marked = any(map(hides_losses, object_at(record, "totals").values()))
         note = f"{NOTE} * {UNSERVED_LOSSES}" if is_marked else NOTE
@@ -203,6 +209,11 @@ def saved_regret(other: str, figures: Mapping[str, object], windows: int) -> Com
 def hides_losses(policy: Mapping[str, object]) -> bool:
     """Whether a policy left load unserved in some windows and has an interval, which then may hide rare losses."""
     return finite_number(policy.get("unserved_windows")) > 0 and policy.get("regret_percent_low") is not None
+
+
+def leaves_load(policy: Mapping[str, object]) -> bool:
+    """Whether a policy left so much load unserved in a window that a second run is worth its time."""
+    return finite_number(policy.get("worst_unserved_kwh")) > MUCH_KWH
 
 
 def unserved_text(policy: Mapping[str, object], windows: int) -> str:
