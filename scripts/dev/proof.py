@@ -29,6 +29,7 @@ from grpo.plan.machine import read_machine
 from grpo.process.child import run_child
 from grpo.settings.parsing import parse_value
 from grpo.tasks.tes.dataset import file_name
+from grpo.tasks.tes.record import add_totals
 from scripts.dev import record
 from scripts.dev.proof_data import OTHER_PROFILE, Scale, write_data
 from scripts.dev.record import Figure, figure, read_json
@@ -159,10 +160,23 @@ def play_other_days(out: Path) -> int:
     return run_child([*command, "--profile", str(out / "data" / OTHER_PROFILE)])
 
 
-def other_figures(plant: record.Json) -> list[Figure]:
-    """The closed loop of best/ and of the rules on other days."""
-    rows = record.plant_figures(plant)
-    return [figure(f"{row['name']}_other", row["value"], row["unit"], f"other days; {row['note']}") for row in rows]
+def other_figures(heldout: record.Json, other: record.Json) -> list[Figure]:
+    """The closed loop of best/ and of the rules on other days, and trained minus the best rule over both kinds of days,
+    of which windows of the same dates count as one."""
+    rows = record.plant_figures(other)
+    figures = [figure(f"{row['name']}_other", row["value"], row["unit"], f"other days; {row['note']}") for row in rows]
+    if {"difference_rule"} <= heldout.keys() & other.keys():
+        windows = [*heldout["windows"], *other["windows"]]
+        shared = set.intersection(*(set(window["policies"]) for window in windows))
+        both: record.Json = {
+            "windows": [w | {"policies": {name: w["policies"][name] for name in shared}} for w in windows]
+        }
+        add_totals(both)
+        gap = both["difference_rule"].items()
+        figures += [
+            figure(f"{name.replace('percent', 'over_rule_all')}", value, "%", "over all days") for name, value in gap
+        ]
+    return figures
 
 
 def saved_figures(plant: record.Json) -> tuple[list[Figure], bool]:
@@ -220,7 +234,7 @@ def collect(options: argparse.Namespace, log: Log) -> int:
     if facts:
         more = {"machine": record.machine_words(facts), "versions": read_json(run / "versions.json")}
     results += run_figures(options.out) + record.tabled(CHAIN_FIGURES, read_json(options.out / CHAINS))
-    results += other_figures(read_json(options.out / OTHER))
+    results += other_figures(plant, read_json(options.out / OTHER))
     record.write(options.results, results, command, more)
     if (run / "report.html").is_file():
         shutil.copyfile(run / "report.html", options.results.with_name("proof-report.html"))

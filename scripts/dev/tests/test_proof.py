@@ -19,13 +19,17 @@ from scripts.dev.proof_data import OTHER_PROFILE, SCALES, reasoning, write_data
 from scripts.dev.warmup_rows import CHAIN
 
 
-def plant(base: float, trained: float, unserved: float = 0.0) -> dict:
+def plant_of(base: float, trained: float, unserved: float = 0.0) -> dict:
     """A closed_loop.json of three windows in which the two models emit so many kg, and the trained one leaves load."""
     windows = []
     for n in range(3):
         kg = {"base": (base, base + 2 * n), "trained": (trained, trained + n + 10 * unserved)}
-        means = {name: {"mean": {"co2_kg": co2, "priced_kg": priced}} for name, (co2, priced) in kg.items()}
-        windows.append({"policies": means})
+        kg |= {"optimum": (5.0, 5.0), "always_2": (9.0, 9.0)}
+        means = {
+            name: {"mean": {"co2_kg": co2, "priced_kg": priced, "unserved_kwh": 0.0}, "unparsed": 0, "answers": 1}
+            for name, (co2, priced) in kg.items()
+        }
+        windows.append({"name": f"days: 2025-07-{n + 1:02d}", "policies": means})
     totals = {name: {"co2_kg": 3 * kg, "regret_percent": kg} for name, kg in (("base", base), ("trained", trained))}
     gap = {"regret_percent": trained - 9, "regret_percent_high": trained - 8}
     return {
@@ -38,10 +42,10 @@ def plant(base: float, trained: float, unserved: float = 0.0) -> dict:
 @pytest.mark.parametrize(
     ("low", "plant", "code"),
     [
-        (0.05, plant(10, 8), 0),
-        (-0.01, plant(10, 8), 1),  # The reward is within its interval.
-        (0.05, plant(10, 10.5), 1),  # The plant is better on average, within its interval.
-        (0.05, plant(10, 8, unserved=5.0), 1),  # CO2 was saved by leaving load unserved.
+        (0.05, plant_of(10, 8), 0),
+        (-0.01, plant_of(10, 8), 1),  # The reward is within its interval.
+        (0.05, plant_of(10, 10.5), 1),  # The plant is better on average, within its interval.
+        (0.05, plant_of(10, 8, unserved=5.0), 1),  # CO2 was saved by leaving load unserved.
         (0.05, {}, 1),  # The plant was not simulated.
     ],
 )
@@ -54,7 +58,8 @@ def test_collect_judges_by_intervals(tmp_path, monkeypatch, low, plant, code):
     evaluation["difference"] = {"reward": 0.1, "reward_low": low, "reward_high": 0.2}
     (run / "evaluation.json").write_text(json.dumps(evaluation))
     (run / "closed_loop.json").write_text(json.dumps(plant))
-    (out / proof.OTHER).write_text(json.dumps({"totals": {"trained": {"unserved_kwh": 3.0}}}))
+    other = plant_of(10, 6)
+    (out / proof.OTHER).write_text(json.dumps(other))
     (run / "report.html").write_text("<html>")
     facts = {"gpu": "H9", "gpus": 1, "gpu_total": 9.0, "cores": 7, "arch": "x"}
     (run / "settings.json").write_text(json.dumps({"machine": facts}))
@@ -66,7 +71,10 @@ def test_collect_judges_by_intervals(tmp_path, monkeypatch, low, plant, code):
     assert "regret_percent_rule" not in named and named["reward_gain"] == 0.1
     assert not plant or named["co2_kg_trained"] == plant["totals"]["trained"]["co2_kg"]
     assert not plant or named["regret_over_rule_high"] == named["regret_percent_trained"] - 8
-    assert named["unserved_kwh_trained_other"] == 3.0
+    assert named["co2_kg_trained_other"] == 18
+    # 5 kg is the optimum of each of six windows, and the rule takes 9: on other days 6, 7 and 8 kg are 6 less.
+    mine = [window["policies"]["trained"]["mean"]["priced_kg"] for window in plant.get("windows", ())]
+    assert not plant or named["regret_over_rule_all"] == pytest.approx(100 * (sum(mine) + 21 - 6 * 9) / 30)
     assert (results.parent / "proof-report.html").is_file()
 
 
