@@ -92,20 +92,22 @@ def cut_micro_batches(
 ) -> list[list[int]]:
     """The indices of the completions in each micro-batch, which has at most `most_tokens` tokens or a single
     completion. `lengths` are (prompt, completion) in tokens. `share` and `one_row` are those of `pack_batch`. Padding
-    counts where each completion has a row: beside a long one, many short ones would take as much memory each."""
+    counts where there are several rows: beside a long one, short ones take as much memory each."""
     cut: list[list[int]] = []
-    used, present, longest = 0, set[Hashable](), 0
+    row_tokens: dict[Hashable, int] = {}  # Of each row of the micro-batch.
+    present = set[Hashable]()
     # Groups stay together, in the order of their first completions.
     first = {prompt: i for i, prompt in reversed(list(enumerate(prompts)))}
     for i in sorted(range(len(prompts)), key=lambda i: (first[prompts[i]], i)):
         prompt, completion = lengths[i]
+        row = 0 if one_row else first[prompts[i]] if share else i
         need = completion + (0 if share and prompts[i] in present else prompt)
-        size = used + need if share or one_row or not cut else max(longest, need) * (len(cut[-1]) + 1)
-        if not cut or size > most_tokens:
+        tokens = row_tokens | {row: row_tokens.get(row, 0) + need}
+        if not cut or max(tokens.values()) * len(tokens) > most_tokens:
             cut.append([])
-            used, present, longest, need = 0, set(), 0, prompt + completion
+            present, tokens = set(), {row: prompt + completion}
         cut[-1].append(i)
-        used, longest = used + need, max(longest, need)
+        row_tokens = tokens
         present.add(prompts[i])
     return cut
 

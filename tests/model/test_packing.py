@@ -66,10 +66,12 @@ def test_micro_batches_hold_as_many_tokens_as_fit(most_tokens, share, cut):
 
 
 @pytest.mark.parametrize(
-    ("most_tokens", "one_row", "cut"),
-    [(40, False, [[0], [1, 2, 3]]), (79, True, [[0, 1, 2, 3]]), (79, False, [[0], [1, 2, 3]]),
-     (80, False, [[0, 1], [2, 3]]), (159, False, [[0, 1, 2], [3]]), (160, False, [[0, 1, 2, 3]])],
+    ("most_tokens", "share", "one_row", "cut"),
+    [(40, False, False, [[0], [1, 2, 3]]), (79, False, True, [[0, 1, 2, 3]]), (79, False, False, [[0], [1, 2, 3]]),
+     (80, False, False, [[0, 1], [2, 3]]), (159, False, False, [[0, 1, 2], [3]]), (160, False, False, [[0, 1, 2, 3]]),
+     (69, True, True, [[0, 1, 2, 3]]), (85, True, False, [[0, 1], [2, 3]]), (86, True, False, [[0, 1, 2, 3]])],
 )  # fmt: skip
-def test_padding_counts_where_each_completion_has_a_row(most_tokens, one_row, cut):
-    """A row is as long as the longest: one completion of 30 tokens and three of 3, each behind a prompt of 10."""
-    assert cut_micro_batches("aabb", [(10, 30), (10, 3), (10, 3), (10, 3)], most_tokens, False, one_row) == cut
+def test_padding_counts_where_there_are_several_rows(most_tokens, share, one_row, cut):
+    """A row is as long as the longest: one completion of 30 tokens and three of 3, each behind a prompt of 10. Those of
+    equal prompts share it: rows of 43 and 16 tokens."""
+    assert cut_micro_batches("aabb", [(10, 30), (10, 3), (10, 3), (10, 3)], most_tokens, share, one_row) == cut
