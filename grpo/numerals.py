@@ -4,6 +4,7 @@
 math-verify, which TRL uses, fails the table of tests/test_numerals.py: it reads `$9{,}500` as 9, `3 million` as 3, `5½`
 as 5, `5-10` as -5, 9 500 with a no-break space as 500, and finds nothing in `-$3`."""
 
+import functools
 import re
 import unicodedata
 from collections.abc import Callable
@@ -93,6 +94,7 @@ def number_of(text: str) -> Fraction | None:
     return numbers[-1] if numbers else None
 
 
+@functools.cache  # The checks before a run read each answer three times, and a reward once for each completion.
 def gold_number(text: str) -> Fraction | None:
     """The number of a correct answer in a data set: like `number_of`, but without a mark it must be the only one."""
     marked = marked_part(text)

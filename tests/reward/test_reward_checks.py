@@ -4,15 +4,24 @@
 import dataclasses
 import math
 import sys
+from unittest import mock
 
 import pytest
 from helpers import ROOT, write_csv
 from machines import only
 
+from grpo import numerals
 from grpo.common import Problems
 from grpo.data.files import Row, read_file
 from grpo.plan.hub import TINY_PATH
-from grpo.reward.reward_checks import check_heldout, check_rewards, longest_answer_warning, sample_rows, try_rewards
+from grpo.reward.reward_checks import (
+    check_answers,
+    check_heldout,
+    check_rewards,
+    longest_answer_warning,
+    sample_rows,
+    try_rewards,
+)
 from grpo.settings.table import Settings
 
 ROW = Row("d.csv", 1, (("user", "x"),), (0.0, 1.0), {"reward_action_0": 0.0, "reward_action_1": 1.0})
@@ -246,6 +255,15 @@ def test_answers_that_max_completion_len_cuts_are_noticed(rows, names, tokens, r
         where = f"(d.csv, row {rows[-1].number})"
         assert text.endswith(f"the longest has {tokens} {where}. Set MAX_COMPLETION_LEN={tokens} at least")
         assert warning(tokens - 1, DIRECT_ANSWERS=True) is None, "a direct answer is one token"
+
+
+def test_each_correct_answer_is_read_once(monkeypatch):
+    """Reading 15,000 takes most of a second; the checks, the warning about long answers and the preview need them."""
+    monkeypatch.setattr(numerals, "sole_number", read := mock.Mock(wraps=numerals.sole_number))
+    rows = [dataclasses.replace(BARE, columns={"answer": f"#### 4,0{n}"}, prompt=OPENED) for n in range(10, 99)]
+    check_answers(["gsm8k"], rows, Problems())
+    assert longest_answer_warning(Settings(MAX_COMPLETION_LEN=99), ["gsm8k"], rows, TOKENIZER) is None
+    assert read.call_count == len(rows)
 
 
 def test_a_call_that_fails_is_shown(my_rewards):
