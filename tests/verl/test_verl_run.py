@@ -169,9 +169,18 @@ def test_the_recipe_s_stages_follow_each_other(settings, tmp_path):
     shutil.copytree(tmp_path / "plain", merged)
     for step in (9, 10, 20):  # The last may be half written: verl notes a checkpoint once it is whole.
         (tmp_path / f"llama/ppo/global_step_{step}").mkdir(parents=True)
-    (tmp_path / "llama/ppo/latest_checkpointed_iteration.txt").write_text("10")
+    notes = [tmp_path / f"llama/{stage}/latest_checkpointed_iteration.txt" for stage in ("grpo", "ppo")]
+    notes[1].write_text("10")
     done = run("ppo", "merge")
     assert f"MODEL_ID={merged}" in done.stdout and "ppo/global_step_10/actor --target_dir" in done.stdout
+    notes[0].parent.mkdir()
+    notes[0].write_text("30")
+    for last, words in ((1, "ppo/global_step_10/actor"), (0, "grpo/global_step_30/actor")):
+        os.utime(notes[1 - last], (1, 1))
+        os.utime(notes[last], (2, 2))
+        assert words in run("merge").stdout, "what was trained last"
+    notes[1].unlink()
+    assert "grpo-merged --push team/name" in run("upload").stdout, "what was trained"
     assert f"ppo starts from {tmp_path}/plain" in run("ppo", FROM=str(tmp_path / "plain")).stdout
     assert run("train").returncode == 2 and "DATA: the recipe brings no rows" in run("ppo", DATA="").stderr
 

@@ -34,6 +34,8 @@ export PROMPT_TEMPLATE=${PROMPT_TEMPLATE-'{} Let'"'"'s think step by step and ou
 # CUDA reserves far more addresses than memory: a cluster's limit on them ends a run.
 ulimit -v unlimited 2>/dev/null || echo "ulimit -v stays at $(ulimit -v) KiB, and CUDA may need more" >&2
 
+NOTE=latest_checkpointed_iteration.txt # where verl names the last checkpoint that is whole
+
 run() {
     printf '+ %s\n' "$*"
     [ "${DRY_RUN:-0}" = 1 ] || "$@"
@@ -47,11 +49,13 @@ train() { # STAGE
 
 merge() { # FOLDER_OF_CHECKPOINTS PART TARGET: the last that was saved whole, as transformers and vLLM load a model
     local step
-    step=$(cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null || echo N)
+    step=$(cat "$1/$NOTE" 2>/dev/null || echo N)
     run python -m verl.model_merger merge --backend fsdp --local_dir "$1/global_step_$step$2" --target_dir "$3"
 }
 
+# merge and upload take what this command trains, else what was trained last.
 learned=ppo
+[ ! "$OUTPUT_DIR/grpo/$NOTE" -nt "$OUTPUT_DIR/ppo/$NOTE" ] || learned=grpo
 for stage in "$@"; do
     case "$stage" in
         sft)
