@@ -79,7 +79,7 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
     if "overlong" in dict(specs):
         problems.add("REWARDS=overlong", "verl knows the longest completion", "Set verl's reward_model.overlong_buffer")
     model = str(folder) if folder.is_dir() else model
-    output_dir = Path(settings.OUTPUT_DIR).expanduser().absolute()
+    output_dir = Path(settings.OUTPUT_DIR).absolute()
     return VerlInput(model, output_dir, rows, eval_rows, specs, settings.INVALID_REWARD), problems
 
 
