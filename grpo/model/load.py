@@ -110,11 +110,13 @@ def load_checkpoint(model_path: str, attention: str, device: str, packed: bool =
 
 
 def load_generation_config(model_path: str) -> GenerationConfig:
-    """The checkpoint's generation_config.json, which holds the stop tokens; without it, one made of config.json."""
+    """The stop tokens of the checkpoint's generation_config.json, or without it of config.json, and nothing else of it,
+    such as a penalty for repetitions: as with vLLM, completions are drawn from the probabilities that are learned."""
     try:
-        return GenerationConfig.from_pretrained(model_path)
+        config = GenerationConfig.from_pretrained(model_path)
     except OSError:
-        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_path))
+        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_path))
+    return GenerationConfig(eos_token_id=config.eos_token_id)
 
 
 def stop_tokens(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:

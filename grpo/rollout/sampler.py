@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo.data.prompts import sampling_seed
 from grpo.model.attention import using_attention
@@ -262,7 +262,7 @@ class TransformersSampler(Sampler):
         torch.manual_seed(sampling.seed)
         network = self.network
         attention, prefill = using_attention(network, "eager"), shared_prefill(network)
-        with attention, evaluating(network), adapter_disabled(self.policy, sampling), prefill, plain_sampling(network):
+        with attention, evaluating(network), adapter_disabled(self.policy, sampling), prefill:
             yield BatchSession(lambda prompts, limits: self.generate(prompts, limits, sampling))
 
     @torch.no_grad()
@@ -284,18 +284,6 @@ class TransformersSampler(Sampler):
                     end = next((n for n, token in enumerate(row) if token in self.stops), len(row))
                     yield Sample(row[: min(end + 1, length)])
                     phase.done += 1
-
-
-@contextlib.contextmanager
-def plain_sampling(network: PreTrainedModel) -> Iterator[None]:
-    """Inside the block `generate` takes nothing from the checkpoint's generation_config.json, such as a penalty for
-    repetitions. As with vLLM, completions are drawn from the probabilities from which the learner learns."""
-    before = network.generation_config
-    network.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        network.generation_config = before
 
 
 class DirectSampler(Sampler):

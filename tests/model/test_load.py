@@ -57,7 +57,7 @@ def test_a_small_model_is_computed_by_one_thread(tiny, monkeypatch):
 
 
 def test_dequantized_model_is_the_one_that_transformers_dequantizes(tiny):
-    """Every tensor bit by bit, its config and what it generates with."""
+    """Every tensor bit by bit, its config and its stop tokens."""
     ours = load(tiny, "bf16")
     theirs = stock_model(tiny)
     expected = theirs.state_dict()
@@ -65,7 +65,7 @@ def test_dequantized_model_is_the_one_that_transformers_dequantizes(tiny):
     for name, tensor in ours.state_dict().items():
         assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
     assert ours.config.to_dict() == theirs.config.to_dict()
-    assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+    assert ours.generation_config.eos_token_id == theirs.generation_config.eos_token_id
     assert (ours.name_or_path, ours.training) == (theirs.name_or_path, theirs.training)
     assert not any(p.requires_grad for p in ours.parameters())
     theirs.set_experts_implementation("grouped_mm")

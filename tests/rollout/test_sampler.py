@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samplers: one by one, and transformers' generation against TRL's own."""
 
-import copy
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -57,15 +58,16 @@ def test_each_prompt_gets_a_sample_in_order():
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_a_checkpoint_changes_no_probabilities_by_its_generation_config(tiny, tmp_path, temperature):
     """The learner knows no penalty for repetitions, and vLLM is told to leave the file alone."""
-    trainer = make(tiny, tmp_path, MAX_COMPLETION_LEN=12)
-    set_adapter(trainer, 1, 1.0)
-    prompts, sampling = prompts_of(trainer), Sampling(5, temperature, 1.0, 12)
-    own, network = trainer.model.generation_config, trainer.model.get_base_model()
-    expected = [sample.ids for sample in trainer.sampler.sample(prompts, 2, sampling)]
-    network.generation_config = replaced = copy.deepcopy(own)
-    replaced.update(repetition_penalty=3.0, min_p=0.9, no_repeat_ngram_size=1)
-    assert [sample.ids for sample in trainer.sampler.sample(prompts, 2, sampling)] == expected
-    assert trainer.model.generation_config is network.generation_config is replaced
+    other = shutil.copytree(tiny, tmp_path / "model") / "generation_config.json"
+    penalties = {"repetition_penalty": 3.0, "min_p": 0.9, "no_repeat_ngram_size": 1}
+    other.write_text(json.dumps(json.loads(other.read_text(encoding="utf-8")) | penalties), encoding="utf-8")
+    samples = []
+    for model in (tiny, other.parent):
+        trainer = make(model, tmp_path / "run", MAX_COMPLETION_LEN=12)
+        set_adapter(trainer, 1, 1.0)
+        drawn = trainer.sampler.sample(prompts_of(trainer), 2, Sampling(5, temperature, 1.0, 12))
+        samples.append([sample.ids for sample in drawn])
+    assert samples[0] == samples[1]
 
 
 @pytest.mark.numeric
