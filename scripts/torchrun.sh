@@ -12,8 +12,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
     exec python -m torch.distributed.run --signals-to-handle SIGQUIT "$@" train_grpo.py
 ) &
 run=$!
-trap 'pkill -INT -P $run || true' INT
-trap 'pkill -TERM -P $run || true' TERM
+# Slim images have no pkill, and torchrun gives each process a group of its own.
+forward() {
+    for child in $(cat /proc/$run/task/*/children 2> /dev/null); do kill -s "$1" "$child" 2> /dev/null || true; done
+}
+trap 'forward INT' INT
+trap 'forward TERM' TERM
 while true; do
     wait $run && code=0 || code=$?
     kill -0 $run 2> /dev/null || break # a signal ends `wait`, not torchrun

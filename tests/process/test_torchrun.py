@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,9 +66,13 @@ def whole(tmp_path_factory) -> Path:
 
 
 def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_path):
-    """By scripts/torchrun.sh, as torchrun gives no step more than 30 s; twice, as Slurm sends it to every process. Then
-    one process goes on, and two after that."""
-    folder, path = tmp_path / "run", f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """By scripts/torchrun.sh, as torchrun gives no step more than 30 s; twice, as Slurm sends it to every process. Its
+    PATH is that of an image without procps. Then one process goes on, and two after that."""
+    folder, programs = tmp_path / "run", tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "cat", "dirname"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    path = f"{Path(sys.executable).parent}:{programs}"
     command = "exec bash scripts/torchrun.sh --nproc-per-node 2"
     process = start_held(folder, 2, "bash", "-c", command, PATH=path, **EVALUATED)
     for _ in range(2):
