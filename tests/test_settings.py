@@ -84,6 +84,12 @@ NEAR = [
     ("ATTN_IMLP", "ATTN_IMPL"), ("LEARNIN_RAET", "LEARNING_RATE"), ("packing_", "PACKING"), ("SEEDS", "SEED"),
 ]  # fmt: skip
 STRANGERS = ["PATH", "SPEED", "DATE_FORMAT", "DATABASE", "VLLM_USE_V1", "HF_HOME", "WANDB_PROJECT", "META", "MODEL_DIR"]
+# Of platforms that run jobs, in every one of them or by a hyperparameter of this name.
+STRANGERS += [
+    "SM_OUTPUT_DIR", "SM_OUTPUT_DATA_DIR", "SM_HP_NUM_GENERATIONS", "SM_HP_GRADIENT_CHECKPOINTING", "PBS_ENVIRONMENT",
+    "VH_OUTPUTS_DIR", "PAI_HPS_GRADIENT_CHECKPOINTING", "AZUREML_MODEL_DIR", "KAGGLE_DATA_PROXY_URL", "RUNPOD_POD_ID",
+    "SLURM_NTASKS", "AIP_MODEL_DIR",
+]  # fmt: skip
 
 
 def test_near_misses_name_the_setting_and_other_programs_variables_are_left_alone():

@@ -11,6 +11,9 @@ from grpo.settings.foreign import ANSWERS, OTHER_VALUES, PEFT_TARGET, SETTING_OF
 from grpo.settings.parsing import parse_value
 from grpo.settings.table import FIELDS
 
+# SageMaker, PBS, Valohai and Alibaba's PAI put these before names of their own and of a job's hyperparameters.
+PLATFORM_PREFIXES = ("SM_", "PBS_", "VH_", "PAI_")
+
 
 def canonical_name(word: str) -> str:
     """A flag or a variable in the spelling of settings: `--num-generations` becomes NUM_GENERATIONS."""
@@ -23,6 +26,8 @@ def nearest_setting(variable: str) -> str | None:
     It may differ from the setting's name in case, in underscores, or by a final S. Settings of more than four letters
     are also found by similarity; shorter ones are not, because `SPEED` is not `SEED`."""
     name = canonical_name(variable)
+    if name.startswith(PLATFORM_PREFIXES):  # SM_OUTPUT_DIR is no misspelt OUTPUT_DIR.
+        return None
     for setting in FIELDS:
         if name == f"{setting}S" or name.replace("_", "") == setting.replace("_", ""):
             return setting
