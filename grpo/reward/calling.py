@@ -18,6 +18,7 @@ from grpo.reward.loading import load_reward, reward_titles, undisturbed
 from grpo.settings.table import MOST_REWARD, Settings
 
 Rewards = list[float | None]
+MOST_RETURNED = 100 * MOST_REWARD  # `cost` is up to 44 times the largest number of a file, and an episode earns a sum.
 # The arguments that every reward function gets beside the columns.
 TRL_ARGUMENTS = RESERVED_ARGUMENTS - {"prompt", "completion"}
 
@@ -116,9 +117,9 @@ def validate_rewards(name: str, values: Any, count: int) -> Rewards:
         raise RewardError(f"{returned} {len(values)} rewards for {count} completions")
     numbers = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's numbers
     for value in numbers:
-        is_number = isinstance(value, (int, float)) and (value != value or abs(value) <= MOST_REWARD)
+        is_number = isinstance(value, (int, float)) and (value != value or abs(value) <= MOST_RETURNED)
         if value is not None and not is_number:
-            problem = f"neither a finite number of at most {MOST_REWARD:g} in size nor None"
+            problem = f"neither a finite number of at most {MOST_RETURNED:g} in size nor None"
             raise RewardError(f"{returned} {one_line(text_of(value, repr), 200)}, which is {problem}")
     return numbers
 

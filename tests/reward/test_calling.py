@@ -14,7 +14,8 @@ from helpers import ROOT, run_python
 from grpo.data.files import Row
 from grpo.reward.calling import RewardError, load_rewards
 from grpo.reward.scoring import initial_trainer_state, read_completion, score
-from grpo.settings.table import Settings
+from grpo.settings.table import MOST_REWARD, Settings
+from rewards import ACTION_REWARDS
 
 
 @pytest.fixture
@@ -50,6 +51,15 @@ def test_what_a_reward_may_return(result, message, write_module):
     expected = pytest.raises(RuntimeError, match=f"REWARDS: returns:score {message}")
     with expected if message else contextlib.nullcontext():
         assert len(reward(["a", "b", "c"])) == 3
+
+
+@pytest.mark.parametrize("name", ACTION_REWARDS)
+def test_the_largest_numbers_that_a_file_may_hold_can_be_scored(name):
+    """Before a run the functions are tried on some rows only, and in the middle no error would name the cell."""
+    columns = {f"{kind}_action_{k}": [MOST_REWARD * (2 * k - 1)] * 2 for kind in ("reward", "q") for k in range(2)}
+    (reward,) = load_rewards([(name, 1.0)], Settings())
+    worst, unread = reward(["assistantfinal[0]", "assistantfinal"], **columns)
+    assert unread < worst
 
 
 ODD = """
@@ -203,7 +213,8 @@ def test_a_column_may_have_any_name(write_module):
 
 FORKS = """
 from grpo.reward.calling import load_rewards
-from grpo.settings.table import Settings
+from grpo.settings.table import MOST_REWARD, Settings
+from rewards import ACTION_REWARDS
 print(load_rewards([("my_forks:{name}", 1.0)], Settings())[0](["[0]", "[1]"]), flush=True)
 """
 FORKING = """
