@@ -125,7 +125,7 @@ def check_merge(options: argparse.Namespace, files: ModelFiles) -> float:
         else:
             lora = read_adapter(options.adapter, files.config)
             scale = lora["LORA_ALPHA"] / lora["LORA_R"]
-    except (OSError, ValueError) as error:
+    except (OSError, InputError) as error:
         problems.add(where, str(error), NAME_AN_ADAPTER)
     if problems:
         raise InputError(*problems)

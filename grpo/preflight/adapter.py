@@ -50,28 +50,28 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
 
 def read_adapter(folder: Path, model: ModelConfig) -> dict[str, Any]:
     """LORA_R, LORA_ALPHA and LORA_TARGETS of the adapter in `folder`. Raises OSError if it cannot be read, and
-    ValueError with the reason if this program cannot train it on the model with the config.json `model`."""
+    InputError with the reason if this program cannot train it on the model with the config.json `model`."""
     config, shapes = read_json(folder / ADAPTER_CONFIG), tensor_shapes(folder / ADAPTER)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if config.get("peft_type") != "LORA" or type(rank) is not int or not isinstance(alpha, int | float):
-        raise ValueError(f"{ADAPTER_CONFIG} is not that of a LoRA adapter")
+        raise InputError(f"{ADAPTER_CONFIG} is not that of a LoRA adapter")
     if rank < 1 or not 0 < alpha < math.inf:
-        raise ValueError(f"nothing can be learned with r={rank} and lora_alpha={alpha:g}")
+        raise InputError(f"nothing can be learned with r={rank} and lora_alpha={alpha:g}")
     if (start := str(config.get("init_lora_weights")).lower()).startswith(CHANGING_THE_BASE):
         fault = f"PEFT's init_lora_weights={start} changed its base model's weights, which are not in it"
-        raise ValueError(f"{fault}. save_pretrained can make a plain LoRA (path_initial_model_for_weight_conversion)")
+        raise InputError(f"{fault}. save_pretrained can make a plain LoRA (path_initial_model_for_weight_conversion)")
     # All other options change the tensors, which are compared below.
     for name in ("use_rslora", "alpha_pattern"):
         if config.get(name):
             fault = f"it was made with PEFT's {name}"
-            raise ValueError(f"{fault}, and this program scales all modules by LORA_ALPHA / LORA_R")
+            raise InputError(f"{fault}, and this program scales all modules by LORA_ALPHA / LORA_R")
     matrices = {matrix for name in shapes if (matrix := matrix_of(name))}
     lora_targets = shortest_targets(matrices, model["num_hidden_layers"])
     expected = expected_shapes(model, rank, lora_targets)
     for name in [*shapes, *expected]:
         if shapes.get(name) != expected.get(name):
             actual, right = (str(tensors.get(name, "not there")) for tensors in (shapes, expected))
-            raise ValueError(f"it is no LoRA of rank {rank} for this model: {name} is {actual}, expected {right}")
+            raise InputError(f"it is no LoRA of rank {rank} for this model: {name} is {actual}, expected {right}")
     return {"LORA_R": rank, "LORA_ALPHA": float(alpha), "LORA_TARGETS": lora_targets}
 
 
@@ -93,14 +93,14 @@ def read_start_adapter(
         return StartAdapter()
     try:
         if missing := missing_files(folder):
-            raise ValueError(f"{' and '.join(missing)} not found there")
+            raise InputError(f"{' and '.join(missing)} not found there")
         if model is None:  # That is a problem already.
             return StartAdapter()
         if fault := adapter_fault(folder):
-            raise ValueError(fault)
+            raise InputError(fault)
         adapter_settings = read_adapter(folder, model)
         digest = file_sha256(folder / ADAPTER)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, InputError) as error:
         problems.add(where, str(error), NAME_AN_ADAPTER)
         return StartAdapter()
     layers = model["num_hidden_layers"]

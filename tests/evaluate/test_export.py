@@ -184,6 +184,9 @@ def test_a_target_is_written_whole_or_not_at_all(adapter, tmp_path, monkeypatch)
     monkeypatch.setattr("grpo.evaluate.export.model_readme", lambda *_: int("ours"))  # the last of what is written
     with pytest.raises(ValueError, match="ours"):  # A fault of this program is not told as one of the input.
         main([str(adapter), "--out", str(tmp_path / "out")])
+    monkeypatch.setattr("grpo.preflight.adapter.expected_shapes", lambda *_: int("ours"))  # the first of what is read
+    with pytest.raises(ValueError, match="ours"):
+        main([str(adapter), "--out", str(tmp_path / "out")])
     assert not list(tmp_path.iterdir())
 
 
