@@ -213,8 +213,7 @@ def test_a_column_may_have_any_name(write_module):
 
 FORKS = """
 from grpo.reward.calling import load_rewards
-from grpo.settings.table import MOST_REWARD, Settings
-from rewards import ACTION_REWARDS
+from grpo.settings.table import Settings
 print(load_rewards([("my_forks:{name}", 1.0)], Settings())[0](["[0]", "[1]"]), flush=True)
 """
 FORKING = """
