@@ -36,7 +36,7 @@ MID_RECIPE = Recipe(
 # Here the second one looks from a call's level back at the state: 37, 31 and 22 tokens to stored energy, load and CO2,
 # and 19 to the line of the hour before.
 DAY_RECIPE = replace(
-    MID_RECIPE, prompt="day", seconds=float("inf"), steps=560,
+    MID_RECIPE, prompt="day", windows=1200, seconds=float("inf"), steps=560, batch=32,
     distances=(MID_RECIPE.distances[0], (37, 31, 22, 1, 19, 6, 12, 3), (), (0,)),
 )  # fmt: skip
 # PARITY=off: this model's predictions are so even that the check's adapter hardly changes the log-probs of fixed

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small gpt-oss to read the plant's prompts and to answer in their format, but not which action to choose."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -19,7 +21,7 @@ from grpo.common import InputError
 from grpo.model import gptoss_format as gptoss
 from grpo.model.write_checkpoint import new_directory, read_tokenizer, special_token_ids, write_checkpoint, write_json
 from grpo.plan.hub import TINY_PATH
-from scripts.dev.warmup_days import CALL_ENDS, warmup_day_rows
+from scripts.dev.warmup_days import CALL_ENDS, DayTensors, warmup_day_rows
 from scripts.dev.warmup_rows import ACTIONS, PROBE_SEED, WARMUP_SEED, WarmupTensors, warmup_rows
 
 Log = Callable[[str], None]
@@ -225,11 +227,11 @@ class WarmUp:
     reasoning model are as uniform, and an answer follows its plan with the probability `follow`. A linear `probe`,
     discarded afterwards, predicts the rows' readings from a middle layer's state at the first action's token."""
 
-    def __init__(self, model: GptOssForCausalLM, rows: WarmupTensors, recipe: Recipe, seed: int) -> None:
+    def __init__(self, model: GptOssForCausalLM, rows: Any, recipe: Recipe, seed: int) -> None:
         self.model, self.rows, self.recipe = model, rows, recipe
         self.device = rows.ids.device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
-        self.probe = torch.nn.Linear(model.config.hidden_size, rows.readings.shape[1]).to(self.device)
+        self.probe = torch.nn.Linear(model.config.hidden_size, rows.readings.shape[-1]).to(self.device)
         depth = 3 * len(model.model.layers) // 4
         self.middle = model.model.layers[depth if depth % 2 else depth - 1]  # This layer attends to the whole prompt.
         self.step, self.started = 0, time.perf_counter()
@@ -256,21 +258,30 @@ class WarmUp:
             if choice == 0 and self.recipe.follow is not None:
                 wanted[:, -1] = ACTIONS * (1 - self.recipe.follow) / (ACTIONS - 1)
                 wanted[:, -1].scatter_(1, shown[:, None], ACTIONS * self.recipe.follow)
-        middle: list[Tensor] = []
-        hook = self.middle.register_forward_hook(lambda module, inputs, output: middle.append(output))
-        hidden = forward(self.model, ids)
-        hook.remove()
+        with self.reading_middle() as middle:
+            hidden = forward(self.model, ids)
         choices, format_logp, numbers = answer_log_probs(self.model, hidden, ids, lengths, rows)
-        # The loss includes the prediction of prompt tokens at TEXT_TOKENS random positions.
-        at = torch.rand(size, TEXT_TOKENS, device=self.device, generator=self.generator)
-        at = (at * (before - 1)[:, None]).long()
-        logp = log_probs(self.model, hidden.take_along_dim(at[..., None], 1))
-        text = -logp.gather(-1, ids.gather(1, at + 1).unsqueeze(-1)).mean()
+        text = self.text_loss(hidden, ids, before)
         state = at_answer(middle[0], lengths, len(rows.answer))[:, rows.choices[0]].float()
         loss = -(wanted * choices).sum(1).mean() - FORMAT_WEIGHT * format_logp.mean() + TEXT_WEIGHT * text
         if rows.numbers:
             loss = loss - TEXT_WEIGHT * numbers.mean()
         return loss, self.probe(functional.rms_norm(state, state.shape[-1:]))
+
+    @contextlib.contextmanager
+    def reading_middle(self) -> Iterator[list[Tensor]]:
+        """Inside the block the middle layer's states (B, T, H) are added to a list."""
+        states: list[Tensor] = []
+        hook = self.middle.register_forward_hook(lambda module, inputs, output: states.append(output))
+        yield states
+        hook.remove()
+
+    def text_loss(self, hidden: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
+        """The mean loss of TEXT_TOKENS random tokens among the first `lengths` (B,) of each row."""
+        at = torch.rand(len(ids), TEXT_TOKENS, device=self.device, generator=self.generator)
+        at = (at * (lengths - 1)[:, None]).long()
+        logp = log_probs(self.model, hidden.take_along_dim(at[..., None], 1))
+        return -logp.gather(-1, ids.gather(1, at + 1).unsqueeze(-1)).mean()
 
     def train_until(self, end: float, lr: float, log: Log) -> None:
         """Train until `progress` is `end`; `lr` decays to 5%. Raises InputError if a logged loss is not finite."""
@@ -296,6 +307,33 @@ class WarmUp:
                     raise InputError("the warm-up's loss is not finite")
 
 
+class DayWarmUp(WarmUp):
+    """The warm-up on whole days: a day teaches as many readings as it has hours, and the form of one of its calls."""
+
+    rows: DayTensors
+
+    def losses(self, picked: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of `WarmUp`, but the readings are (B, hours, R)."""
+        rows, size = self.rows, len(picked)
+        ids, lengths, levels = rows.batch(picked)
+        with self.reading_middle() as middle:
+            hidden = forward(self.model, ids)
+        before = (levels - 1)[..., None]
+        choices = log_probs(self.model, hidden.take_along_dim(before, 1))[..., rows.actions]
+        turn = torch.randint(levels.shape[1], (size, 1), device=self.device, generator=self.generator)
+        ends = levels.gather(1, turn)[:, 0] - rows.choice + len(rows.answer)
+        called = log_probs(self.model, at_answer(hidden, ends, len(rows.answer)))
+        written = called.gather(-1, at_answer(ids[:, 1:, None], ends, len(rows.answer)))[..., 0]
+        written[:, rows.choice] = 0.0  # Shown levels are not to be learned.
+        loss = (
+            -choices.mean()
+            - FORMAT_WEIGHT * written.sum(-1).mean()
+            + TEXT_WEIGHT * self.text_loss(hidden, ids, lengths)
+        )
+        state = middle[0].take_along_dim(before, 1).float()
+        return loss, self.probe(functional.rms_norm(state, state.shape[-1:]))
+
+
 def read_rows(recipe: Recipe, first_seed: int, windows: int, tokenizer: Tokenizer, device: str) -> WarmupTensors:
     """The rows of so many windows, in the form of the recipe's prompts."""
     if recipe.prompt == "day":
@@ -312,16 +350,19 @@ def write_warmed_up(
 
     Returns its `figures` after reading, right after the experts were rounded to MXFP4, and as stored, then the rows
     that they were measured on. Raises InputError for a tokenizer that does not fit."""
-    rows, probe = (
-        read_rows(recipe, first_seed, windows, tokenizer, device)
-        for first_seed, windows in ((WARMUP_SEED, recipe.windows), (PROBE_SEED, recipe.probe_windows))
-    )
+    probe = read_rows(recipe, PROBE_SEED, recipe.probe_windows, tokenizer, device)
+    rows: WarmupTensors | DayTensors
+    if recipe.prompt == "day":
+        rows = DayTensors(warmup_day_rows(WARMUP_SEED, recipe.windows, recipe.most_factor), tokenizer, device)
+    else:
+        rows = read_rows(recipe, WARMUP_SEED, recipe.windows, tokenizer, device)
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
     torch.manual_seed(seed)
     model = new_model(recipe, tokenizer).to(device)  # type: ignore[arg-type]  # the wrapper loses `self`
     if device.startswith("cuda") and recipe.prompt != "compact":
         model.set_attn_implementation("flex_attention")  # It is faster, but refuses rows of fewer than 128 tokens.
-    training, stages = WarmUp(model, rows, recipe, seed), {}
+    training = (DayWarmUp if recipe.prompt == "day" else WarmUp)(model, rows, recipe, seed)
+    stages: dict[str, dict[str, float]] = {}
 
     def measure(stage: str) -> None:
         stages[stage] = figures(model, probe)
