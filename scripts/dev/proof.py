@@ -156,8 +156,8 @@ def chain_figures(run: Path, heldout: Path) -> record.Json:
 
 def play_other_days(out: Path) -> int:
     """Evaluates OUT/run/best on the days of OTHER_PROFILE; returns the exit code of scripts/evaluate.py."""
-    command = [sys.executable, str(ROOT / "scripts/evaluate.py"), str(out / "run" / "best"), "--out", str(out / OTHER)]
-    return run_child([*command, "--profile", str(out / "data" / OTHER_PROFILE)])
+    evaluate: list[str | Path] = [sys.executable, ROOT / "scripts/evaluate.py", out / "run/best", "--out", out / OTHER]
+    return run_child([*evaluate, "--profile", out / "data" / OTHER_PROFILE])
 
 
 def other_figures(heldout: record.Json, other: record.Json) -> list[Figure]:
@@ -165,17 +165,15 @@ def other_figures(heldout: record.Json, other: record.Json) -> list[Figure]:
     of which windows of the same dates count as one."""
     rows = record.plant_figures(other)
     figures = [figure(f"{row['name']}_other", row["value"], row["unit"], f"other days; {row['note']}") for row in rows]
-    if {"difference_rule"} <= heldout.keys() & other.keys():
+    if "difference_rule" in heldout and "difference_rule" in other:
         windows = [*heldout["windows"], *other["windows"]]
         shared = set.intersection(*(set(window["policies"]) for window in windows))
-        both: record.Json = {
-            "windows": [w | {"policies": {name: w["policies"][name] for name in shared}} for w in windows]
-        }
-        add_totals(both)
-        gap = both["difference_rule"].items()
-        figures += [
-            figure(f"{name.replace('percent', 'over_rule_all')}", value, "%", "over all days") for name, value in gap
-        ]
+        played = [{name: window["policies"][name] for name in shared} for window in windows]
+        pairs = zip(windows, played, strict=True)
+        all_days: record.Json = {"windows": [window | {"policies": policies} for window, policies in pairs]}
+        add_totals(all_days)
+        for name, value in all_days["difference_rule"].items():
+            figures.append(figure(name.replace("percent", "over_rule_all"), value, "%", "over all days"))
     return figures
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -227,7 +226,7 @@ class WarmUp:
     reasoning model are as uniform, and an answer follows its plan with the probability `follow`. A linear `probe`,
     discarded afterwards, predicts the rows' readings from a middle layer's state at the first action's token."""
 
-    def __init__(self, model: GptOssForCausalLM, rows: Any, recipe: Recipe, seed: int) -> None:
+    def __init__(self, model: GptOssForCausalLM, rows: WarmupTensors, recipe: Recipe, seed: int) -> None:
         self.model, self.rows, self.recipe = model, rows, recipe
         self.device = rows.ids.device
         self.generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -314,22 +313,17 @@ class DayWarmUp(WarmUp):
 
     def losses(self, picked: Tensor) -> tuple[Tensor, Tensor]:
         """Those of `WarmUp`, but the readings are (B, hours, R)."""
-        rows, size = self.rows, len(picked)
-        ids, lengths, levels = rows.batch(picked)
+        rows, levels = self.rows, self.rows.levels[picked]
+        ids, lengths = rows.batch(picked)
         with self.reading_middle() as middle:
             hidden = forward(self.model, ids)
         before = (levels - 1)[..., None]
-        choices = log_probs(self.model, hidden.take_along_dim(before, 1))[..., rows.actions]
-        turn = torch.randint(levels.shape[1], (size, 1), device=self.device, generator=self.generator)
-        ends = levels.gather(1, turn)[:, 0] - rows.choice + len(rows.answer)
-        called = log_probs(self.model, at_answer(hidden, ends, len(rows.answer)))
-        written = called.gather(-1, at_answer(ids[:, 1:, None], ends, len(rows.answer)))[..., 0]
-        written[:, rows.choice] = 0.0  # Shown levels are not to be learned.
-        loss = (
-            -choices.mean()
-            - FORMAT_WEIGHT * written.sum(-1).mean()
-            + TEXT_WEIGHT * self.text_loss(hidden, ids, lengths)
-        )
+        choices = log_probs(self.model, hidden.take_along_dim(before, 1))[..., rows.actions[0]]
+        turn = torch.randint(levels.shape[1], (len(picked), 1), device=self.device, generator=self.generator)
+        ends = levels.gather(1, turn)[:, 0] - rows.choices[0] + len(rows.answer)
+        _, format_logp, _ = answer_log_probs(self.model, hidden, ids, ends, rows)
+        text = self.text_loss(hidden, ids, lengths)
+        loss = -choices.mean() - FORMAT_WEIGHT * format_logp.mean() + TEXT_WEIGHT * text
         state = middle[0].take_along_dim(before, 1).float()
         return loss, self.probe(functional.rms_norm(state, state.shape[-1:]))
 
@@ -351,11 +345,11 @@ def write_warmed_up(
     Returns its `figures` after reading, right after the experts were rounded to MXFP4, and as stored, then the rows
     that they were measured on. Raises InputError for a tokenizer that does not fit."""
     probe = read_rows(recipe, PROBE_SEED, recipe.probe_windows, tokenizer, device)
-    rows: WarmupTensors | DayTensors
-    if recipe.prompt == "day":
-        rows = DayTensors(warmup_day_rows(WARMUP_SEED, recipe.windows, recipe.most_factor), tokenizer, device)
-    else:
-        rows = read_rows(recipe, WARMUP_SEED, recipe.windows, tokenizer, device)
+    rows = (
+        DayTensors(warmup_day_rows(WARMUP_SEED, recipe.windows, recipe.most_factor), tokenizer, device)
+        if recipe.prompt == "day"
+        else read_rows(recipe, WARMUP_SEED, recipe.windows, tokenizer, device)
+    )
     log(f"{len(rows)} + {len(probe)} rows of up to {rows.ids.shape[1]} tokens")
     torch.manual_seed(seed)
     model = new_model(recipe, tokenizer).to(device)  # type: ignore[arg-type]  # the wrapper loses `self`

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from grpo.common import ROOT
 from grpo.data.prompts import render
@@ -19,7 +18,16 @@ from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import HOURS, q_values
 from grpo.tasks.tes.prompts import State
 from grpo.tasks.tes_day.environment import TRAIN_START, Day, day_rows
-from scripts.dev.warmup_rows import ACTIONS, EFFORTS, FIXED_DATE, TEMPLATE, WarmupRow, readings
+from scripts.dev.warmup_rows import (
+    ACTIONS,
+    EFFORTS,
+    FIXED_DATE,
+    TEMPLATE,
+    WarmupRow,
+    WarmupTensors,
+    readings,
+    standardized,
+)
 
 SYSTEM_PROMPT = read_json(ROOT / "grpo/tasks/tes_day/task.json")["defaults"]["SYSTEM_PROMPT"]
 CALL_ENDS = tuple(write_call("run", {"level": 0}).split("0"))  # what a turn has before and behind its level
@@ -58,38 +66,22 @@ def day_turns(
         prompt += f"{write_call('run', {'level': level})}{before}{day.run(level)}{behind}"
 
 
-class DayTensors:
-    """Whole days on the device where they are used: `ids` (N, T), padded on the right, and `lengths` (N,); the index of
-    each call's level, `levels` (N, hours); `readings` (N, hours, R) with mean 0 and deviation 1.
-
-    `answer` has the tokens of a call at level 0, which stands at `choice` in it, and `actions` those of all levels."""
+class DayTensors(WarmupTensors):
+    """Whole days: rows that end in their day's last call, with the index of each call's level, `levels` (N, hours), and
+    `readings` (N, hours, R)."""
 
     def __init__(self, rows: Sequence[WarmupRow], tokenizer: Tokenizer, device: str) -> None:
-        calls = [tokenizer.encode(f"{CALL_ENDS[0]}{level}{CALL_ENDS[1]}").ids for level in range(ACTIONS)]
-        self.answer = calls[0]
-        (self.choice,) = (n for n, tokens in enumerate(zip(*calls, strict=True)) if len(set(tokens)) > 1)
-        self.actions = [call[self.choice] for call in calls]
-        before = self.answer[: self.choice]
         days = [rows[n : n + len(HOURS)] for n in range(0, len(rows), len(HOURS))]
-        texts = [f"{day[-1].prompt}{CALL_ENDS[0]}0{CALL_ENDS[1]}" for day in days]
-        encoded = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        super().__init__([day[-1] for day in days], tokenizer, device, ends=CALL_ENDS)
+        before = self.answer[: self.choices[0]]
         levels = [
-            [n for n in range(len(before), len(ids)) if ids[n - len(before) : n] == before and ids[n] in self.actions]
-            for ids in encoded
+            [
+                n
+                for n in range(len(before), len(ids))
+                if ids[n - len(before) : n] == before and ids[n] in self.actions[0]
+            ]
+            for ids in self.ids.tolist()
         ]
-        padded = [torch.tensor(ids, dtype=torch.int32) for ids in encoded]
-        self.ids = torch.nn.utils.rnn.pad_sequence(padded, batch_first=True).to(device)
-        self.lengths = torch.tensor([len(ids) for ids in encoded], device=device)
         self.levels = torch.tensor(levels, device=device)
-        readings = torch.tensor([[row.readings for row in day] for day in days], dtype=torch.float32, device=device)
-        self.readings = (readings - readings.mean((0, 1))) / readings.std((0, 1)).clamp(min=1e-3)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def batch(self, picked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids (B, T), lengths (B,) and levels (B, hours) of the `picked` days; T is a multiple of 8, for kernels."""
-        lengths = self.lengths[picked]
-        columns = -(-int(lengths.max()) // 8) * 8
-        ids = self.ids[picked, :columns].long()
-        return torch.nn.functional.pad(ids, (0, columns - ids.shape[1])), lengths, self.levels[picked]
+        readings = [[row.readings for row in day] for day in days]
+        self.readings = standardized(torch.tensor(readings, dtype=torch.float32, device=device))

@@ -94,6 +94,12 @@ def warmup_rows(first_seed: int, windows: int, kind: str, most_factor: float) ->
     return rows
 
 
+def standardized(values: torch.Tensor) -> torch.Tensor:
+    """Readings (..., R) with mean 0 and deviation 1 over all rows."""
+    rows = values.flatten(0, -2)
+    return (values - rows.mean(0)) / rows.std(0).clamp(min=1e-3)
+
+
 class WarmupTensors:
     """Warm-up rows on the device where they are used: `ids` (N, T) of prompt and answer, padded on the right, `lengths`
     (N,), `rewards` (N, actions), and `readings` (N, R) with mean 0 and deviation 1.
@@ -132,8 +138,8 @@ class WarmupTensors:
         self.ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
         self.lengths = torch.tensor([len(row) for row in ids], device=device)
         self.rewards = torch.tensor([row.rewards for row in rows], device=device)
-        readings = torch.tensor([row.readings for row in rows], dtype=torch.float32, device=device)
-        self.readings = (readings - readings.mean(0)) / readings.std(0).clamp(min=1e-3)
+        readings = [row.readings for row in rows]
+        self.readings = standardized(torch.tensor(readings, dtype=torch.float32, device=device))
 
     def __len__(self) -> int:
         return len(self.ids)

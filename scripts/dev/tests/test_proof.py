@@ -173,7 +173,7 @@ def test_best_is_played_on_days_that_did_not_choose_it(tmp_path, monkeypatch):
     monkeypatch.setattr(proof, "run_child", lambda command: commands.append(command) or 5)
     options = prove.parse_args(["--out", str(tmp_path), "--stage", "other"])
     assert proof.prove(options, SCALES["small"]) == 5
-    assert {str(tmp_path / "run/best"), str(data / OTHER_PROFILE)} < set(commands[0])
+    assert {tmp_path / "run/best", data / OTHER_PROFILE} < set(commands[0])
     (tmp_path / proof.OTHER).touch()
     assert proof.prove(options, SCALES["small"]) == 0, "it is complete"
 

@@ -72,12 +72,13 @@ def test_whole_days_have_a_reading_for_every_call_of_any_level():
     single = warmup_day_rows(SEED, 1, 1.0)
     days = DayTensors(single, tokenizer, "cpu")
     assert len(days) == 3 and days.levels.shape == (3, len(HOURS)) and days.readings.shape[:2] == days.levels.shape
-    ids, lengths, levels = days.batch(torch.tensor([1]))
+    ids, lengths = days.batch(torch.tensor([1]))
+    levels = days.levels[torch.tensor([1])]
     hours = single[len(HOURS) : 2 * len(HOURS)]
     for row, level in zip(hours, levels[0].tolist(), strict=True):
         shown = tokenizer.decode(ids[0, :level].tolist(), skip_special_tokens=False)
         assert shown == row.prompt + CALL_ENDS[0].rstrip(" "), "the level's token begins with the space before it"
-    assert ids[0, levels[0, -1] - days.choice : lengths[0]].tolist() == days.answer
+    assert ids[0, levels[0, -1] - days.choices[0] : lengths[0]].tolist() == days.answer
     assert days.readings.mean((0, 1)).abs().max() < 1e-5
 
 
@@ -85,9 +86,10 @@ def test_whole_days_have_a_reading_for_every_call_of_any_level():
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_a_whole_day_teaches_what_its_turns_do(monkeypatch, weight):
     """The levels of all turns, and the form of one."""
-    tokenizer, single = read_tokenizer(TINY_PATH), warmup_day_rows(SEED, 1, 1.0)[: len(HOURS)]
+    tokenizer, every = read_tokenizer(TINY_PATH), warmup_day_rows(SEED, 1, 1.0)
+    single = every[: len(HOURS)]
     torch.manual_seed(0)
-    training = DayWarmUp(new_model(TINY_RECIPE, tokenizer), DayTensors(single, tokenizer, "cpu"), TINY_RECIPE, 0)
+    training = DayWarmUp(new_model(TINY_RECIPE, tokenizer), DayTensors(every, tokenizer, "cpu"), TINY_RECIPE, 0)
     monkeypatch.setattr(warmup, "FORMAT_WEIGHT", weight)
     monkeypatch.setattr(warmup, "TEXT_WEIGHT", 0.0)
     turns = WarmupTensors(single, tokenizer, "cpu", ends=CALL_ENDS)
@@ -95,8 +97,8 @@ def test_a_whole_day_teaches_what_its_turns_do(monkeypatch, weight):
         loss, readings = training.losses(torch.tensor([0]))
         ids, lengths = turns.batch(torch.arange(len(HOURS)))
         shown = training.rows.ids[0, training.rows.levels[0]].tolist()
-        turns.write_actions(ids, lengths, 0, torch.tensor([training.rows.actions.index(token) for token in shown]))
+        turns.write_actions(ids, lengths, 0, torch.tensor([training.rows.actions[0].index(token) for token in shown]))
         choices, form, _ = answer_log_probs(training.model, forward(training.model, ids), ids, lengths, turns)
-    assert readings.shape == training.rows.readings.shape
+    assert readings.shape == training.rows.readings[:1].shape
     assert (loss + choices.mean() + weight * form).abs().min() < 1e-4
     assert form.std() > 1e-3, "turns differ"
