@@ -14,8 +14,6 @@ import triton
 
 from grpo.common import log, restored_variables
 from grpo.plan.engine_memory import SWIZZLED_AT_ONCE
-from grpo.rollout.draw import draw_tokens
-from grpo.rollout.expert_sums import sum_experts
 
 # TRL sets the same log level; with a lower one vLLM warns of every kernel that a rollout compiles (vllm/envs.py).
 VLLM_SWITCHES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -39,8 +37,8 @@ def vllm_environment() -> Iterator[None]:
 
 def patch_kernels() -> None:
     """Repairs vLLM's copy of triton_kernels before the engine uses any of it. If a repair fails, rollouts take longer
-    or the start takes more memory, with the same results or, where tokens are drawn, the same distribution."""
-    for patch in (swizzle_in_parts, compile_router_once, tune_decoding, sum_in_blocks, draw_in_one_pass):
+    or the start takes more memory, with the same results."""
+    for patch in (swizzle_in_parts, compile_router_once, tune_decoding):
         try:
             from vllm.utils.import_utils import has_triton_kernels  # vLLM is optional
 
@@ -113,68 +111,6 @@ def tune_decoding() -> None:
         return dataclasses.replace(flags, group_m=1, target_kernel_kwargs=kernel)
 
     scope["make_opt_flags"] = tuned
-
-
-def sum_in_blocks() -> None:
-    """Lets grpo/rollout/expert_sums.py sum the experts' outputs of each token: the same bits, by more warps. Everything
-    else that triton_kernels sums (matmul_ogs.py), such as parts of a product, is left to it: vLLM splits none on Hopper
-    (https://github.com/vllm-project/vllm/pull/30528)."""
-    scope = importlib.import_module("triton_kernels.matmul_ogs").matmul_ogs.__globals__
-    sum_whole = scope["reduce_grouped"]
-    if hasattr(sum_whole, "__wrapped__"):
-        return
-
-    @functools.wraps(sum_whole)
-    def reduce_grouped(
-        x: torch.Tensor, indx: Any, out: torch.Tensor, scale: Any, activation: Any, epilogue: Any, **more: Any
-    ) -> Any:
-        flexible = [more[name] for name in ("x_flex", "out_flex") if more.get(name) is not None]
-        scales = [scale, more.get("x_mx_scale"), *(value for flex in flexible for value in vars(flex).values())]
-        is_plain = activation.specs.fn is None and epilogue.specs.fn is None and scales == [None] * len(scales)
-        if not is_plain or indx is None or x.shape[0] > 1 or not x.stride(-1) == out.stride(-1) == 1:
-            return sum_whole(x, indx, out, scale, activation, epilogue, **more)
-        return sum_experts(x, indx, out), None
-
-    scope["reduce_grouped"] = reduce_grouped
-
-
-class DrawnLogps:
-    """Log-probs of sampled tokens, (rows,), in place of vLLM's log-probs of all tokens."""
-
-    def __init__(self, values: torch.Tensor):
-        self.values = values
-
-
-def draw_in_one_pass() -> None:
-    """Lets grpo/rollout/draw.py draw a rollout's tokens: the same distribution by other random numbers. Only where
-    every sequence samples, from all tokens, and gets the log-prob of the sampled one, whose rank is then unknown.
-    Otherwise vLLM's own sampler draws (vllm/v1/sample/sampler.py)."""
-    module, outputs = map(importlib.import_module, ("vllm.v1.sample.sampler", "vllm.v1.outputs"))
-    draw, gather = module.Sampler.sample, module.Sampler.gather_logprobs
-    if hasattr(draw, "__wrapped__"):
-        return
-
-    @functools.wraps(draw)
-    def sample(self: Any, logits: torch.Tensor, metadata: Any, logprobs_mode_override: Any = None) -> Any:
-        is_whole = metadata.all_random and metadata.top_p is None and metadata.top_k is None
-        wants_one = metadata.max_num_logprobs == 0 and not metadata.logprob_token_ids
-        others = metadata.generators or any(
-            getattr(processor, "min_p_count", 1) for processor in metadata.logitsprocs.argmax_invariant
-        )
-        mode = logprobs_mode_override or self.logprobs_mode
-        if not (is_whole and wants_one) or others or mode != "processed_logprobs" or logits.stride(-1) != 1:
-            return draw(self, logits, metadata, logprobs_mode_override)
-        tokens, logps = draw_tokens(logits, metadata.temperature)
-        return tokens, DrawnLogps(logps)
-
-    @functools.wraps(gather)
-    def gather_logprobs(logprobs: Any, num_logprobs: int, token_ids: torch.Tensor) -> Any:
-        if not isinstance(logprobs, DrawnLogps):
-            return gather(logprobs, num_logprobs, token_ids)
-        ids, ranks = token_ids.to(torch.int32)[:, None], torch.ones_like(token_ids)
-        return outputs.LogprobsTensors(ids, logprobs.values[:, None], ranks)
-
-    module.Sampler.sample, module.Sampler.gather_logprobs = sample, staticmethod(gather_logprobs)
 
 
 def keep_weights_asleep(llm: Any) -> None:
