@@ -44,6 +44,7 @@ class StubSampling:
     prompt_logprobs: int | None = None
     stop_token_ids: list[int] = field(default_factory=list)
     detokenize: bool = True
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,9 @@ class StubLLM:
     def _sample(self, rows: Sequence[list[int]], sampling: StubSampling) -> list[Any]:
         """All rows in one batch, padded on the left, by transformers' generate."""
         longest = max(map(len, rows))
+        stops = [*sampling.stop_token_ids]
+        if not sampling.ignore_eos:  # vLLM takes the one of the checkpoint's config besides.
+            stops.append(self.model.config.eos_token_id)
         options = {"do_sample": False}
         if sampling.temperature:
             options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
@@ -230,7 +234,7 @@ class StubLLM:
             torch.tensor([[0] * (longest - len(row)) + row for row in rows]),
             attention_mask=torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
             max_new_tokens=sampling.max_tokens,
-            eos_token_id=sampling.stop_token_ids or [-1],
+            eos_token_id=stops or [-1],
             pad_token_id=0,
             return_dict_in_generate=True,
             output_scores=True,
@@ -240,7 +244,7 @@ class StubLLM:
         logps = torch.stack(output.scores, 1).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
         outputs = []
         for ids, values in zip(tokens.tolist(), self._report(logps), strict=True):
-            end = next((n for n, token in enumerate(ids, 1) if token in sampling.stop_token_ids), len(ids))
+            end = next((n for n, token in enumerate(ids, 1) if token in stops), len(ids))
             logprobs = self._logprobs(values[:end]) if sampling.logprobs is not None else None
             completion = SimpleNamespace(token_ids=ids[:end], logprobs=logprobs)
             outputs.append(SimpleNamespace(prompt_logprobs=None, outputs=[completion]))

@@ -145,7 +145,9 @@ class Learner(GRPOTrainer):
         longest_prompt = max(length for length, _ in lengths)
         token_limit = micro_batch_tokens(s, self.run.plan.micro_batch, longest_prompt, share)
         device = batch["completion_ids"].device
-        for rows in cut_micro_batches(list(map(tuple, prompts)), lengths, token_limit, share, one_row):
+        cut = cut_micro_batches(list(map(tuple, prompts)), lengths, token_limit, share, one_row)
+        # The longest comes first, so that torch's allocator has a block for all that follow.
+        for rows in sorted(cut, key=lambda rows: sum(len(completions[i]) for i in rows), reverse=True):
             packed = pack_batch([prompts[i] for i in rows], [completions[i] for i in rows], share, one_row, device)
             yield torch.tensor(rows, device=device) + rank_rows.start, packed
 

@@ -22,6 +22,7 @@ LOADING_PARTS = 11.4
 SWIZZLED_AT_ONCE = 32  # Experts of a matrix in a part (grpo/rollout/vllm_patches.py).
 FREE_SHARE = 0.95  # Share of the free memory that vLLM may take with the trainer; the rest is a margin.
 CONTEXT_GIB = 0.5  # The CUDA context of a process that has computed nothing yet.
+TURN_TOKENS = 1024  # The most tokens of a step that turns join, of decoding and of joining ones, with a CUDA graph.
 ASLEEP_GIB = 2.1  # GPU memory of a sleeping engine: CUDA context, graphs, workspaces and kernels (measured).
 
 
@@ -123,7 +124,7 @@ def plan_engine(
         asleep=ASLEEP_GIB,
         max_model_len=longest,
         max_num_seqs=seqs,
-        capture_sizes=capture_sizes(seqs),
+        capture_sizes=capture_sizes(max(seqs, TURN_TOKENS) if settings.ENVIRONMENT else seqs),
     )
 
 

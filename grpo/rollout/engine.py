@@ -119,9 +119,10 @@ def engine_arguments(
     }
     if not settings.VLLM_EAGER:
         # CUDA graphs are captured for decoding alone, whose batch sizes repeat; prefill runs compiled without graphs.
+        # Of an episode's turns some begin at almost every step, so these steps get graphs as well, but for attention.
         # Every request carries the adapter, so no second set of graphs is needed for requests without it.
         arguments["compilation_config"] = {
-            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_mode": "FULL_AND_PIECEWISE" if settings.ENVIRONMENT else "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": list(plan.capture_sizes),
             "cudagraph_specialize_lora": False,
         }

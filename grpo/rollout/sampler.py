@@ -94,8 +94,6 @@ class EndTokens:
         return sample.ids[-1] in (*self.stops, self.padding)
 
 
-# How many steps of decoding take as long as one that prompts join (docs/results/turns-h200.json: 45 ms, 8.5 ms).
-JOIN_COST = 5.0
 Limits = Sequence[int | None]  # Tokens that each answer may have; None: `max_tokens` of the Sampling.
 
 
@@ -147,36 +145,24 @@ class BatchSession(Session):
 
 
 class EngineSession(Session):
-    """vLLM's own loop: each `advance` is a step of the engine, which prompts that wait may join.
-
-    A step that reads prompts cannot replay the CUDA graph of decoding, and takes JOIN_COST others. Turns end at any
-    step, so prompts wait until together they have waited for as long as all would lose by such a step."""
+    """vLLM's own loop: each `advance` is a step of the engine, which all prompts that wait join."""
 
     is_stepwise = True
 
     def __init__(self, engine: Engine, sampling: Sampling):
         super().__init__()
         self.engine, self.sampling, self.numbers = engine, sampling, dict[str, int]()
-        self.waited = 0  # steps, of all prompts that wait together
 
     def advance(self) -> Iterable[tuple[int, Sample]]:
         """The samples that one more step of the engine completes, with their numbers."""
-        self.waited += len(self.waiting)
-        playing = len(self.waiting) + len(self.numbers)
-        if self.waiting and (self.waited > JOIN_COST * playing or not self.numbers):
-            self.join()
-        finished = self.engine.step() if self.numbers else []
-        return [(self.numbers.pop(request), Sample(ids, logps)) for request, ids, logps in finished]
-
-    def join(self) -> None:
-        """Adds all prompts that wait to the engine."""
         sampling = self.sampling
         temperature = None if sampling.with_logps else sampling.temperature
         for number, prompt, limit in self.waiting:
             request = self.engine.add(prompt, limit or sampling.max_tokens, sampling.top_p, temperature)
             self.numbers[request] = number
         self.waiting.clear()
-        self.waited = 0
+        finished = self.engine.step() if self.numbers else []
+        return [(self.numbers.pop(request), Sample(ids, logps)) for request, ids, logps in finished]
 
 
 class Sampler(ABC):

@@ -10,9 +10,7 @@ import contextlib
 import functools
 import importlib
 import json
-import os
 import random
-import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from grpo.common import InputError
-from grpo.plan.engine_memory import EnginePlan, capture_sizes, plan_engine
+from grpo.plan.engine_memory import EnginePlan, plan_engine
 from grpo.plan.hub import ModelConfig, ModelFiles, find_model
 from grpo.plan.machine import GIB, Machine, read_machine
 from grpo.rollout import engine as rollout_engine
@@ -32,7 +30,7 @@ from grpo.settings.environment import load_settings
 from grpo.settings.table import Settings
 from scripts.dev.harness import Function, intercept
 from scripts.dev.kernels import KINDS, longest_kernels, read_kernels, step_bytes, step_times
-from scripts.dev.record import Figure, Json, figure, package_versions, read_json, this_command, write
+from scripts.dev.record import Figure, Json, command_with_variables, figure, package_versions, read_json, write
 
 LEAST_TOKENS = 16
 COPIED_GIB = 4  # Size of the tensor with which the machine's bandwidth is measured.
@@ -100,13 +98,12 @@ def plan_points(
         if whole and plan.cache < plan.cache_wanted:
             raise InputError(f"{point}: its cache takes {plan.cache_wanted:.1f} GiB, {plan.cache:.1f} are left")
         plans.append(plan)
-    largest = max(plan.max_num_seqs for plan in plans)
     return replace(
         max(plans, key=lambda plan: plan.cache),
         scratch=max(plan.scratch for plan in plans),
         max_model_len=max(plan.max_model_len for plan in plans),
-        max_num_seqs=largest,
-        capture_sizes=capture_sizes(largest),
+        max_num_seqs=max(plan.max_num_seqs for plan in plans),
+        capture_sizes=max((plan.capture_sizes for plan in plans), key=max),
     )
 
 
@@ -277,12 +274,6 @@ def point_figures(
     for number, (name, value, calls) in enumerate(longest_kernels(kernels, steps), 1):
         figures.append(figure(f"kernel_{number:02}_ms{end}", value, "ms", f"{calls:.1f} calls a step: {name[:160]}"))
     return figures
-
-
-def command_with_variables() -> str:
-    """The command that runs now, behind the variables of vLLM, torch and CUDA that whoever measures has set."""
-    names = sorted(name for name in os.environ if name.startswith(("VLLM_", "TORCH", "CUDA_")))
-    return " ".join([*(f"{name}={shlex.quote(os.environ[name])}" for name in names), this_command()])
 
 
 def write_measured(options: argparse.Namespace, figures: Sequence[Figure], command: str, engine: Engine) -> None:

@@ -97,6 +97,12 @@ def this_command() -> str:
     return shlex.join(["python", script, *words])
 
 
+def command_with_variables() -> str:
+    """The command that runs now, behind the variables of vLLM, torch and CUDA that whoever measures has set."""
+    names = sorted(name for name in os.environ if name.startswith(("VLLM_", "TORCH", "CUDA_")))
+    return " ".join([*(f"{name}={shlex.quote(os.environ[name])}" for name in names), this_command()])
+
+
 def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """The versions of those packages that are installed."""
     return {name: version for name, version in installed_versions(packages).items() if version}

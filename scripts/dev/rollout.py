@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -27,7 +28,7 @@ from grpo.rollout.parity import BASE
 from grpo.rollout.sampler import Sample
 from scripts.dev import harness
 from scripts.dev.harness import CHILD, Function, free_gib, intercept, occupy
-from scripts.dev.record import BENCH, Figure, Json, read_json, steps_of, tabled, write
+from scripts.dev.record import BENCH, Figure, Json, command_with_variables, read_json, steps_of, tabled, write
 
 SUM_PARTS = 32  # in which `bit_sums` adds up a tensor
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -105,7 +106,8 @@ class RunWatch:
         before = free_gib()
         engine: Engine = start_engine(*arguments)
         self.asleep_gib = before - free_gib()
-        engine.stop_token_ids = []  # Without stop tokens no completion ends early.
+        engine.stop_token_ids = []
+        engine.sampling = functools.partial(engine.sampling, ignore_eos=True)  # That of the checkpoint's config.
         self.sum_weights(arguments[-1])
         return engine
 
@@ -209,5 +211,5 @@ def bench_rollout(options: argparse.Namespace) -> int:
     code = run_child([sys.executable, str(BENCH), *sys.argv[1:], "--child", CHILD])
     del ballast
     if values := read_json(harness.child_path(options)):
-        write(Path(options.out), run_figures(options, values))
+        write(Path(options.out), run_figures(options, values), command_with_variables())
     return code

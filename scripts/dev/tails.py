@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 from grpo.rollout.engine import Engine
-from scripts.dev.decode import Point, command_with_variables, start_alone, write_measured
-from scripts.dev.record import Json, tabled
+from scripts.dev.decode import Point, start_alone, write_measured
+from scripts.dev.record import Json, command_with_variables, tabled
 
 # Of 160 completions of a GRPO run of gpt-oss-20b that others logged 28% were cut at 3,200 tokens, and the median of the
 # others was 1,450. The log-normal with these two has a 95th percentile of 2,930 among those that end (counted: 2,650).

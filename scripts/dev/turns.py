@@ -7,56 +7,53 @@ import random
 import time
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 
 from grpo.rollout import engine as rollout_engine
-from grpo.rollout import sampler
 from grpo.rollout.engine import Engine
-from grpo.rollout.sampler import JOIN_COST, AwakeVllmSampler, Sampling, Session, Tokens
-from scripts.dev.decode import Point, command_with_variables, start_alone, write_measured
+from grpo.rollout.sampler import AwakeVllmSampler, Sampling, Session, Tokens
+from scripts.dev.decode import Point, start_alone, write_measured
 from scripts.dev.harness import Function, intercept
-from scripts.dev.record import Figure, tabled
+from scripts.dev.record import Figure, command_with_variables, tabled
 
 EPISODES, GROUP, PROMPT = 96, 8, 940  # episodes, those of a prompt, its tokens
 TURNS, RESULT = 24, 16  # turns of an episode, tokens between two
 WARMUP_TURNS = 2  # of the trial that does not count
-# How episodes are played -> whether their turns differ in length, and the JOIN_COST that they wait for.
-WAYS = {
-    "turns": (False, JOIN_COST),
-    "uneven": (True, JOIN_COST),
-    "every_step": (True, 0.0),
-    "lockstep": (True, float("inf")),  # when nothing else runs
-}
+# How episodes are played -> whether their turns differ in length, and whether they wait until nothing else runs.
+WAYS = {"turns": (False, False), "uneven": (True, False), "lockstep": (True, True)}
 TABLE = """
 turns_s | s | {episodes} episodes of {turns} turns of {tokens} tokens, results of {result} tokens between them
 uneven_s | s | for as many tokens, with turns of {least} to {most} tokens, so that each ends at another step
-every_step_s | s | as uneven_s, but a turn joins the engine's next step, whatever it costs
 lockstep_s | s | as uneven_s, but all wait for the longest turn, as in TRL's loop, which also sends weights each time
 answer_s | s | answers of as many tokens as the first episodes, from the same prompts
-turns_ratio uneven_ratio every_step_ratio lockstep_ratio | | seconds a token, divided by those of answer_s
+turns_ratio uneven_ratio lockstep_ratio | | seconds a token, divided by those of answer_s
 cached | % | of the tokens before all turns but the first, how many vLLM's prefix cache had
-turns_tok_s uneven_tok_s every_step_tok_s lockstep_tok_s answer_tok_s | tokens/s | of what the model wrote
+turns_tok_s uneven_tok_s lockstep_tok_s answer_tok_s | tokens/s | of what the model wrote
 """
 
 
 def play_turns(
-    session: Session, prompts: Sequence[Tokens], lengths: Sequence[Sequence[int]], result: Tokens = ()
+    session: Session,
+    prompts: Sequence[Tokens],
+    lengths: Sequence[Sequence[int]],
+    result: Tokens = (),
+    lockstep: bool = False,
 ) -> int:
     """Lets a model write turns of these `lengths` behind each prompt, with `result` between them; each turn begins when
-    its last one has ended. Returns how many tokens it wrote."""
-    playing = {
-        session.submit(prompt, own[0]): (list(prompt), own[1:]) for prompt, own in zip(prompts, lengths, strict=True)
-    }
+    its last one has ended, or in `lockstep` when all have. Returns how many tokens it wrote."""
+    playing: dict[int, tuple[list[int], Sequence[int]]] = {}
+    ready = [(list(prompt), own) for prompt, own in zip(prompts, lengths, strict=True)]
     written = 0
-    while playing:
+    while playing or ready:
+        if not (lockstep and playing):
+            playing |= {session.submit(history, own[0]): (history, own[1:]) for history, own in ready}
+            ready.clear()
         for number, sample in session.advance():
             history, left = playing.pop(number)
             written += len(sample.ids)
             if left:
-                history += [*sample.ids, *result]
-                playing[session.submit(history, left[0])] = history, left[1:]
+                ready.append(([*history, *sample.ids, *result], left))
     return written
 
 
@@ -84,7 +81,7 @@ def measure(engine: Engine, vocab: int, trials: int, tokens: int) -> dict[str, f
     best = dict.fromkeys((*WAYS, "answer"), 0.0)
     awake = AwakeVllmSampler(engine, None)
     for trial, name in itertools.product(range(trials + 1), best):
-        is_uneven, join_cost = WAYS.get(name, (False, JOIN_COST))
+        is_uneven, in_lockstep = WAYS.get(name, (False, False))
         prompts = Point(EPISODES, PROMPT, tokens, GROUP).prompts(vocab, trial)
         lengths = turn_lengths(tokens, is_uneven, trial)
         if not trial:
@@ -95,12 +92,8 @@ def measure(engine: Engine, vocab: int, trials: int, tokens: int) -> dict[str, f
         sampling = Sampling(trial, 1.0, 1.0, sum(lengths[0]), with_logps=True, in_turns=name != "answer")
         torch.cuda.synchronize()
         started = time.perf_counter()
-        with (
-            awake.session(sampling) as session,
-            intercept(rollout_engine, "completion_of", count),
-            mock.patch.object(sampler, "JOIN_COST", join_cost),
-        ):
-            written = play_turns(session, prompts, lengths, prompts[0][:RESULT])
+        with awake.session(sampling) as session, intercept(rollout_engine, "completion_of", count):
+            written = play_turns(session, prompts, lengths, prompts[0][:RESULT], in_lockstep)
         torch.cuda.synchronize()
         assert written == sum(map(sum, lengths)), (name, written)
         if trial:
@@ -115,9 +108,10 @@ def measure(engine: Engine, vocab: int, trials: int, tokens: int) -> dict[str, f
 
 
 def bench_turns(options: argparse.Namespace) -> int:
-    """Starts vLLM alone, measures turns of each length, and writes the figures, whose names end in the length.
-    VLLM_PREFIX_CACHE_RETENTION_INTERVAL may be set."""
+    """Starts vLLM alone, as with an ENVIRONMENT, measures turns of each length, and writes the figures, whose
+    names end in the length. VLLM_PREFIX_CACHE_RETENTION_INTERVAL may be set."""
     command, longest = command_with_variables(), TURNS * (uneven_lengths(max(options.tokens))[-1] + RESULT)
+    options.set = [("TASK", "tes_day"), *options.set]
     engine, config = start_alone(options, [Point(EPISODES, PROMPT, longest, GROUP)], whole=False)
     figures: list[Figure] = []
     for tokens in options.tokens:

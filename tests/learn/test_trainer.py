@@ -107,6 +107,10 @@ def test_micro_batch_is_exact_for_completions_of_full_length(tiny, tmp_path):
     for micro_batch, expected in cuts.items():
         trainer.run.resolved.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
         assert [rows.tolist() for rows, _ in trainer.micro_batches(inputs)] == expected
+    inputs["completion_mask"] = torch.arange(8) < torch.tensor([[2], [8], [4], [8]])
+    trainer.run.resolved.plan = dataclasses.replace(trainer.run.plan, micro_batch=1)
+    order = [rows.tolist() for rows, _ in trainer.micro_batches(inputs)]
+    assert order == [[0, 1], [3], [2]], "the longest comes first"
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -143,6 +143,11 @@ def test_engine_arguments():
     assert pinned["merge"]["moe_backend"] == "triton" and not {"moe_backend"} & {*merge, *pinned["lora"]}
     assert merge["gpu_memory_utilization"] == pytest.approx(engine.awake / 79.6)
     assert merge["compilation_config"]["cudagraph_capture_sizes"] == list(capture_sizes(96))
+    assert merge["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
+    turns = arguments(ENVIRONMENT="grpo.tasks.tes_day:Day")[1]["compilation_config"]
+    assert turns["cudagraph_mode"] == "FULL_AND_PIECEWISE" and turns["cudagraph_capture_sizes"] == list(
+        capture_sizes(1024)
+    ), "steps that turns join have more tokens than sequences"
     assert "compilation_config" not in arguments(VLLM_EAGER=True)[1] and "speculative_config" not in merge
     for r, rank in {1: 1, 2: 8, 8: 8, 9: 16, 200: 256}.items():
         native, lora = arguments(ROLLOUT_SYNC="lora", LORA_R=r)

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from grpo.rollout.sampler import BatchSession, Sample
+from grpo.rollout.sampler import BatchSession, Sample, Session
 from scripts.dev.turns import EPISODES, TURNS, play_turns, turn_lengths
 
 
@@ -18,6 +18,21 @@ def test_every_episode_plays_all_its_turns():
 
     assert play_turns(BatchSession(answer), [[1], [2]], [[2, 2, 2], [2, 1]], [0]) == 9
     assert seen[:4] == [[1], [2], [1, 1, 1, 0], [2, 1, 1, 0]] and seen[4:] == [[1, 1, 1, 0, 4, 4, 0]]
+
+
+def test_in_lockstep_no_turn_begins_before_all_have_ended():
+    begun = {}
+
+    class OneByOne(Session):
+        def advance(self):
+            number, prompt, limit = self.waiting.pop(0)
+            begun[number] = len(self.waiting)
+            return [(number, Sample([7] * limit))]
+
+    for lockstep, waiting in ((False, [1, 1, 1, 1, 1, 0]), (True, [1, 0, 1, 0, 1, 0])):
+        begun.clear()
+        assert play_turns(OneByOne(), [[1], [2]], [[1, 1, 1], [2, 2, 2]], lockstep=lockstep) == 9
+        assert [begun[number] for number in range(6)] == waiting
 
 
 @pytest.mark.parametrize(("tokens", "least", "most"), [(64, 32, 96), (21, 11, 31), (1, 1, 1)])
