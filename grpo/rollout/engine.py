@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import gc
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -118,11 +119,13 @@ def engine_arguments(
         "seed": settings.SEED,
     }
     if not settings.VLLM_EAGER:
+        in_turns, compiles = bool(settings.ENVIRONMENT), os.environ.get("TORCH_COMPILE_DISABLE") != "1"
         # CUDA graphs are captured for decoding alone, whose batch sizes repeat; prefill runs compiled without graphs.
         # Of an episode's turns some begin at almost every step, so these steps get graphs as well, but for attention.
+        # Without torch.compile vLLM cannot divide its model so, and would make no graphs at all (vllm/config/vllm.py).
         # Every request carries the adapter, so no second set of graphs is needed for requests without it.
         arguments["compilation_config"] = {
-            "cudagraph_mode": "FULL_AND_PIECEWISE" if settings.ENVIRONMENT else "FULL_DECODE_ONLY",
+            "cudagraph_mode": "FULL_AND_PIECEWISE" if in_turns and compiles else "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": list(plan.capture_sizes),
             "cudagraph_specialize_lora": False,
         }

@@ -131,7 +131,7 @@ def test_log_probs_and_answers_that_are_missing(build, monkeypatch):
         engine.generate(prompts, 1, 4, 1.0, None)
 
 
-def test_engine_arguments():
+def test_engine_arguments(monkeypatch):
     def arguments(**changes):
         plan = plan_memory(Settings(**changes), PlanInputs(REAL_CONFIG, H100, 930, "eager", beside_vllm=True)).engine
         return plan, engine_arguments(Settings(**changes), plan, "/model", 79.6)
@@ -148,6 +148,9 @@ def test_engine_arguments():
     assert turns["cudagraph_mode"] == "FULL_AND_PIECEWISE" and turns["cudagraph_capture_sizes"] == list(
         capture_sizes(1024)
     ), "steps that turns join have more tokens than sequences"
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # vLLM would make no graphs at all.
+    plain = arguments(ENVIRONMENT="grpo.tasks.tes_day:Day")[1]["compilation_config"]
+    assert plain["cudagraph_mode"] == "FULL_DECODE_ONLY"
     assert "compilation_config" not in arguments(VLLM_EAGER=True)[1] and "speculative_config" not in merge
     for r, rank in {1: 1, 2: 8, 8: 8, 9: 16, 200: 256}.items():
         native, lora = arguments(ROLLOUT_SYNC="lora", LORA_R=r)
