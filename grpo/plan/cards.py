@@ -38,12 +38,13 @@ class Card:
     speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # By `--card`'s name.
     measured: Times = field(default_factory=dict)  # With 12 x 8 completions and prompts of PROMPT_TOKENS.
     arch: str = "x86_64"
+    longest: int = 0  # MAX_COMPLETION_LEN of the longest step that ran in as much memory (docs/results/long-*.json).
 
 
 PROMPT_TOKENS, COMPLETIONS = 940, 96  # Of the measured steps.
 SHORT, LONG = 512, 4000  # Lengths of completions that were measured.
 # The seconds are step_s and learn_s of docs/results/experts-*.json; tests/plan/test_cards.py compares them.
-H200 = {SHORT: StepTime(8.144, 3.404), LONG: StepTime(63.03, 24.32)}
+H200 = {SHORT: StepTime(8.131, 3.426), LONG: StepTime(63.03, 24.32)}
 SMALL = {SHORT: StepTime(9.772, 5.122), LONG: StepTime(96.35, 41.22)}  # An H200 with 22 GiB free.
 OLDER_KERNELS = {SHORT: StepTime(11.296, 5.243), LONG: SMALL[LONG]}  # The same with kernels of cards before Hopper.
 H200_SPEED = (4800.0, 989.0)
@@ -56,8 +57,8 @@ CARDS = (
     ),
     Card("L40S, A6000 (48 GB)", 8.9, 46.0, {"L40S": (864, 362), "A6000": (768, 155)}),
     Card("A100 of 80 GB", 8.0, 78.6, {"A100": (2039, 312)}),
-    Card("Hopper with 22 GiB free", 9.0, 22.0, measured=SMALL),
-    Card("H100 of 80 GB", 9.0, 78.6, {"H100": (3350, 989)}, {SHORT: StepTime(8.897, 3.834)}),
+    Card("Hopper with 22 GiB free", 9.0, 22.0, measured=SMALL, longest=32_768),
+    Card("H100 of 80 GB", 9.0, 78.6, {"H100": (3350, 989)}, {SHORT: StepTime(8.897, 3.834)}, longest=130_048),
     Card("GH200 480GB (97,871 MiB)", 9.0, 94.6, {"GH200": (4000, 989)}, arch="aarch64"),
     Card("H200", 9.0, 139.8, {"H200": H200_SPEED}, H200),
 )

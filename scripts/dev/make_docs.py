@@ -97,10 +97,12 @@ def fitting_cards() -> str:
         assert settings.EXPERTS == same.EXPERTS, f"{card}: EXPERTS depends on the length, which the table cannot show"
         seconds = [f"{card.measured[length].step:.1f}" if length in card.measured else "" for length in LENGTHS]
         peaks = [f"{plan.peak:.0f}" for plan in (short, long)]
-        longest = f"{longest_completion(settings, card_inputs(card)):,}"
+        planned = longest_completion(settings, card_inputs(card))
+        ran = f"**{card.longest:,}**" if card.longest else ""
+        longest = ran if planned == card.longest else ", ".join(filter(None, [f"{planned:,}", ran]))
         rows.append([card.label, f"`{settings.EXPERTS}`", *peaks, *seconds, longest])
     measures = [f"{measure}, {length:,} tokens" for measure in ("GiB", "s a step") for length in LENGTHS]
-    return table(["Card", "`EXPERTS`", *measures, "longest completion, planned"], rows)
+    return table(["Card", "`EXPERTS`", *measures, "longest completion; **ran**"], rows)
 
 
 def picture_of_a_run() -> str:

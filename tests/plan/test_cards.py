@@ -9,7 +9,7 @@ from helpers import ROOT
 
 from grpo.common import InputError
 from grpo.plan import cards
-from grpo.plan.cards import H200, LONG, NAMES, OLDER_KERNELS, SHORT, SMALL, StepTime, step_seconds, step_times
+from grpo.plan.cards import CARDS, H200, LONG, NAMES, OLDER_KERNELS, SHORT, SMALL, StepTime, step_seconds, step_times
 from grpo.settings.table import Settings
 
 RUN = Settings(USE_VLLM=True, MAX_COMPLETION_LEN=SHORT)
@@ -30,6 +30,12 @@ def test_times_are_those_that_were_measured(time, name):
     assert time == StepTime(pytest.approx(values["step_s"], rel=1e-3), pytest.approx(values["learn_s"], rel=1e-3))
 
 
+@pytest.mark.parametrize(("card", "name"), [(CARDS[3], "long-22-h200"), (NAMES["H100"], "long-78-h200")])
+def test_the_longest_completions_are_those_that_ran(card, name):
+    command = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))["command"]
+    assert f"--free-gib {card.free:g} --set MAX_COMPLETION_LEN={card.longest} " in command
+
+
 def test_a_card_is_found_by_the_names_that_people_and_drivers_give_it():
     names = {"h100": "H100", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-80GB": "A100", "RTX_4090": "4090"}
     assert {text: cards.find_card(text) for text in names} == names
@@ -47,7 +53,7 @@ def test_a_card_is_found_by_the_names_that_people_and_drivers_give_it():
 def test_a_measured_step_is_told_as_it_was_and_others_between_the_measured_ones():
     times, source = step_times("H200")
     assert source == "between steps that were measured on its SXM form"
-    assert step_seconds(times, RUN, SHORT) == pytest.approx(8.144)
+    assert step_seconds(times, RUN, SHORT) == pytest.approx(8.131)
     assert step_seconds(times, RUN, LONG) == pytest.approx(63.03)
     assert 30 < step_seconds(times, RUN, 2200) < 40
     shared = dataclasses.replace(RUN, STEPS_PER_GENERATION=4)
