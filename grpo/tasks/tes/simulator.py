@@ -159,7 +159,7 @@ class ClosedLoop(Simulator):
             change = with_interval(record["difference_start"], "regret_percent", "+.1f", "95% interval ")
             lines.append(f"  trained against start: regret {change} points")
         lines += wrapped(verdict(self.comparisons(record)))
-        if leaves_load(object_at(record, "totals", "trained")):
+        if needs_second_run(record):
             lines += wrapped(SECOND_RUN)
         if any(map(hides_losses, record["totals"].values())):
             lines += wrapped(f"* {UNSERVED_LOSSES}")
@@ -190,7 +190,7 @@ class ClosedLoop(Simulator):
                 f"Load left unserved: {unserved[0]:,.1f} kWh before, {unserved[1]:,.1f} after, "
                 f"{unserved_text(trained, len(record['windows']))}."
             )
-            sentences += f" {SECOND_RUN}" if leaves_load(trained) else ""
+            sentences += f" {SECOND_RUN}" if needs_second_run(record) else ""
             sentences += f" {UNSERVED_LOSSES}" if hides_losses(base) or hides_losses(trained) else ""
         is_marked = any(map(hides_losses, object_at(record, "totals").values()))
         note = f"{NOTE} * {UNSERVED_LOSSES}" if is_marked else NOTE
@@ -211,9 +211,10 @@ def hides_losses(policy: Mapping[str, object]) -> bool:
     return finite_number(policy.get("unserved_windows")) > 0 and policy.get("regret_percent_low") is not None
 
 
-def leaves_load(policy: Mapping[str, object]) -> bool:
-    """Whether a policy left so much load unserved in a window that a second run is worth its time."""
-    return finite_number(policy.get("worst_unserved_kwh")) > MUCH_KWH
+def needs_second_run(record: Record) -> bool:
+    """Whether a first run's model left so much load unserved in a window that a second run is worth its time."""
+    worst = finite_number(object_at(record, "totals", "trained").get("worst_unserved_kwh"))
+    return worst > MUCH_KWH and "difference_start" not in record  # A run with INIT_ADAPTER compares with its start.
 
 
 def unserved_text(policy: Mapping[str, object], windows: int) -> str:
