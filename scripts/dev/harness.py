@@ -55,4 +55,4 @@ def occupy(leave_gib: float) -> torch.Tensor:
 
 def child_path(options: argparse.Namespace) -> Path:
     """The JSON that a measured process writes for the one that measures, beside the run's folder."""
-    return Path(options.run).absolute().with_name(f"{options.command}-child.json")
+    return Path(options.run).absolute().with_name(f"{Path(options.run).name}-child.json")
