@@ -117,10 +117,16 @@ def chunks_of(size: int, hidden: Tensor) -> Iterator[slice]:
 
 
 def in_chunks(size: int, function: ByToken, *inputs: Tensor) -> list[Tensor]:
-    """The outputs of `function`, computed chunk by chunk without gradient."""
+    """The outputs of `function`, computed chunk by chunk without gradient. Chunks that were kept until the last would
+    divide the memory that the next layer needs whole."""
+    outputs: list[Tensor] = []
     with torch.no_grad():
-        outputs = [function(part, *(x[:, part] for x in inputs)) for part in chunks_of(size, inputs[0])]
-    return [torch.cat(parts, 1) for parts in zip(*outputs, strict=True)]
+        for part in chunks_of(size, inputs[0]):
+            pieces = function(part, *(x[:, part] for x in inputs))
+            outputs = outputs or [x.new_empty(*inputs[0].shape[:2], *x.shape[2:]) for x in pieces]
+            for output, piece in zip(outputs, pieces, strict=True):
+                output[:, part] = piece
+    return outputs
 
 
 def backward_in_chunks(size: int, function: ByToken, gradients: Any, *inputs: Tensor) -> list[Tensor]:

@@ -14,7 +14,7 @@ from trainers import apart, batch, loss_and_gradients, make, plain_float32
 from grpo.model import attention
 from grpo.model.attention import Kernel, hidden_states, install_attention, unwrap_peft
 from grpo.model.experts import quantized_experts
-from grpo.model.long_layers import chunk_layers
+from grpo.model.long_layers import chunk_layers, in_chunks
 from grpo.model.packing import pack_batch
 from grpo.plan.memory import chunked_bytes
 
@@ -145,3 +145,11 @@ def test_memory_of_a_token_is_that_of_attention(tiny, tmp_path, monkeypatch, exp
     assert growth() > 2 * planned
     chunk_layers(model, 64, on_host=False)
     assert 0.6 * planned < growth() < planned
+
+
+def test_no_chunk_is_kept_until_the_last():
+    """torch's allocator would divide blocks for them that the next layer needs whole."""
+    hidden = torch.arange(64.0).view(1, 64, 1)
+    with PeakBytes() as memory:
+        (doubled,) = in_chunks(CHUNK, lambda part, x: (x * 2,), hidden)
+    assert doubled.equal(hidden * 2) and memory.peak < hidden.nbytes + 1.5 * doubled.nbytes
