@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
-from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from grpo.common import InputError
-from grpo.model.gptoss_format import BLOCK, BOS, EOS, PAD, SPECIAL_TOKENS, STOP_TOKENS, config_dict
 from grpo.output.durable import locked
-from grpo.plan.hub import TINY_PATH
 from grpo.plan.tensors import WEIGHTS_INDEX
 
+BLOCK = 32  # number of elements that share a scale in MXFP4
 SHARD_BYTES = 4 * 2**30
 MakeTensor = Callable[[str, torch.Tensor], torch.Tensor]  # (name, meta tensor of that type and shape) -> tensor
 
@@ -77,23 +75,6 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_checkpoint(directory: Path, sizes: Mapping[str, Any], make: MakeTensor, tokenizer: Tokenizer) -> None:
-    """Fill `directory` with a checkpoint of these `sizes`. `make` supplies the tensors. The chat template is
-    data/tiny's, as is all of config.json that `sizes` do not hold."""
-    token_ids = special_token_ids(tokenizer)
-    config = config_dict(sizes, token_ids)
-    write_json(directory / "config.json", config)
-    generation = {"do_sample": True, "eos_token_id": [token_ids[token] for token in STOP_TOKENS]}
-    generation |= {"bos_token_id": token_ids[BOS], "pad_token_id": token_ids[PAD]}
-    write_json(directory / "generation_config.json", generation)
-    options: dict[str, Any] = {"padding_side": "left", "model_input_names": ["input_ids", "attention_mask"]}
-    options |= {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "model_max_length": 131072}
-    options["chat_template"] = (TINY_PATH / "chat_template.jinja").read_text(encoding="utf-8")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
-    fast.save_pretrained(directory)
-    write_tensors(directory, expected_tensors(config), make)
-
-
 def write_tensors(directory: Path, expected: Mapping[str, torch.Tensor], make: MakeTensor) -> None:
     """Write the tensors that `make` supplies for `expected` (meta tensors by name) to shards of SHARD_BYTES, with an
     index. Memory holds one shard at a time."""
@@ -104,14 +85,3 @@ def write_tensors(directory: Path, expected: Mapping[str, torch.Tensor], make: M
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(directory / WEIGHTS_INDEX, index)
-
-
-def read_tokenizer(source: Path) -> Tokenizer:
-    """The tokenizer of the folder `source`. Raises OSError where its tokenizer.json is missing."""
-    return Tokenizer.from_buffer((source / "tokenizer.json").read_bytes())
-
-
-def special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids of `SPECIAL_TOKENS`. Raises KeyError for a tokenizer that lacks one."""
-    ids = tokenizer.get_vocab()
-    return {token: ids[token] for token in SPECIAL_TOKENS}

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The value of a setting and its text: what a user writes is checked and read, what a run has is shown."""
 
-import argparse
 import math
 import os
 from collections.abc import Mapping
@@ -80,11 +79,3 @@ def parse_number(text: str, whole: bool, optional: bool, spec: Mapping[str, Any]
         if limit in limits and exceeds(value, limits[limit]):
             raise ValueError(f"must be {words} {show(limits[limit])}")
     return value
-
-
-def parse_assignment(text: str) -> tuple[str, str]:
-    """An argparse type: (name, value) of NAME=VALUE. It does not check that there is such a setting."""
-    name, sign, value = text.partition("=")
-    if not sign or not name.isupper():
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as LEARNING_RATE=1e-3")
-    return name, value

@@ -44,8 +44,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_grpo
 from grpo.common import reflow
 from grpo.process.ending import run_script
-from grpo.settings.parsing import parse_assignment
 from grpo.settings.table import FIELDS
+from scripts.dev.record import parse_assignment
 
 
 def add_command(commands: argparse._SubParsersAction, name: str, text: str, model: bool) -> argparse.ArgumentParser:

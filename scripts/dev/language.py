@@ -35,11 +35,10 @@ from grpo.figures.text import with_interval
 from grpo.output.layout import LOGS
 from grpo.process.child import run_child
 from grpo.process.ending import run_script
-from grpo.settings.parsing import parse_assignment
 from scripts.dev import record
 from scripts.dev.language_days import rule_rewards
 from scripts.dev.language_rows import TASKS, write_rows
-from scripts.dev.record import Figure, Json, figure, read_json, read_lines
+from scripts.dev.record import Figure, Json, figure, parse_assignment, read_json, read_lines
 
 WARMUP = record.split_settings("""REWARDS=format EVAL_SHARE=0 LORA_R=32 LORA_ALPHA=64 PROMPTS_PER_STEP=32
     TOTAL_STEPS=90 LEARNING_RATE=1e-3 LR_SCHEDULER=linear WARMUP_STEPS=5""")

@@ -59,7 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args, start = parse_args(argv), time.perf_counter()
     # Imported here: torch takes seconds, and --help and a usage error do not need it.
-    from grpo.model.gptoss_format import GPT_OSS_20B, GPT_OSS_120B
+    from scripts.dev.gptoss_format import GPT_OSS_20B, GPT_OSS_120B
     from scripts.dev.proof_data import DAY_RECIPE
     from scripts.dev.random_weights import write_full
     from scripts.dev.smollm2 import write_smollm2

@@ -20,7 +20,6 @@ from grpo.evaluate.ask import prepare
 from grpo.evaluate.models import start_model
 from grpo.figures.statistics import confidence_interval
 from grpo.harmony import ANSWER_BEFORE
-from grpo.model import gptoss_format as gptoss
 from grpo.model import write_checkpoint as checkpoint
 from grpo.model.load import load_model
 from grpo.output.folder import complete_steps
@@ -30,6 +29,7 @@ from grpo.process.child import run_child
 from grpo.settings.parsing import parse_value
 from grpo.tasks.tes.dataset import file_name
 from grpo.tasks.tes.record import add_totals
+from scripts.dev import gptoss_format as gptoss
 from scripts.dev import record
 from scripts.dev.proof_data import OTHER_PROFILE, Scale, write_data
 from scripts.dev.record import Figure, figure, read_json
@@ -64,7 +64,7 @@ def make(options: argparse.Namespace, scale: Scale, log: Log) -> None:
     if options.tokenizer is None and recipe.prompt == "full":
         raise InputError("full prompts need --tokenizer DIR with tokenizer.json (o200k with Harmony's tokens)")
     write_data(options.out / "data", scale)
-    tokenizer = checkpoint.read_tokenizer(options.tokenizer or TINY_PATH)
+    tokenizer = gptoss.read_tokenizer(options.tokenizer or TINY_PATH)
     vocabulary = gptoss.GPT_OSS_20B if options.tokenizer else gptoss.TINY
     sizes = recipe.sizes | {"vocab_size": vocabulary["vocab_size"]}
     os.environ["TOKENIZERS_PARALLELISM"] = "true"

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo.model.gptoss_format import GPT_OSS_20B
 from grpo.tasks.tes.dataset import synthetic_files
+from scripts.dev.gptoss_format import GPT_OSS_20B
 from scripts.dev.record import split_settings
 from scripts.dev.warmup import TINY_RECIPE, Recipe
 

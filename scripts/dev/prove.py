@@ -34,7 +34,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, reflow
 from grpo.process.ending import run_script
-from grpo.settings.parsing import parse_assignment
+from scripts.dev.record import parse_assignment
 
 RECIPE = ("seconds", "steps", "windows", "probe_windows")  # Fields of a scale's recipe that options change.
 

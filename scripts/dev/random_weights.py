@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from grpo.model import write_checkpoint as checkpoint
-from grpo.model.gptoss_format import BLOCK, E2M1, E8M0_BIAS, Sizes
+from scripts.dev.gptoss_format import BLOCK, E2M1, E8M0_BIAS, Sizes, read_tokenizer, write_checkpoint
 
 # Factors of 1 / sqrt(fan-in) that give the standard deviations of random matrices: rounding errors stay small at any
 # width. With 0.02 everywhere (gpt-oss's initializer_range) two exact BF16 implementations disagree by 0.25 to 0.5 nats
@@ -101,7 +101,7 @@ def realistic_tensor(name: str, like: torch.Tensor, generator: torch.Generator) 
 
 def write_full(out: Path, sizes: Sizes, tokenizer: Path, device: str, realistic: bool = False) -> None:
     """Write a checkpoint to `out`: random weights, drawn on `device`, and the tokenizer in the folder `tokenizer`."""
-    vocabulary, generator = checkpoint.read_tokenizer(tokenizer), torch.Generator(device).manual_seed(0)
+    vocabulary, generator = read_tokenizer(tokenizer), torch.Generator(device).manual_seed(0)
     with checkpoint.new_directory(out) as directory:
         make = partial(realistic_tensor if realistic else random_tensor, generator=generator)
-        checkpoint.write_checkpoint(directory, sizes, make, vocabulary)
+        write_checkpoint(directory, sizes, make, vocabulary)

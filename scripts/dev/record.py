@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The JSON that every measurement writes, the figures of a run's own files, and the folders of measurements."""
 
+import argparse
 import datetime
 import functools
 import json
@@ -66,6 +67,14 @@ def tabled(table: str, values: Json) -> list[Figure]:
 def split_settings(words: str) -> dict[str, str]:
     """Settings by name, from a text of NAME=VALUE words."""
     return dict(word.split("=", 1) for word in words.split())
+
+
+def parse_assignment(text: str) -> tuple[str, str]:
+    """An argparse type: (name, value) of NAME=VALUE. It does not check that there is such a setting."""
+    name, sign, value = text.partition("=")
+    if not sign or not name.isupper():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as LEARNING_RATE=1e-3")
+    return name, value
 
 
 def commit() -> str:

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from grpo.common import InputError
 from grpo.model import write_checkpoint as checkpoint
 from grpo.model.experts import GATE_ALPHA, GATE_LIMIT
-from grpo.model.gptoss_format import quantize_mxfp4
+from scripts.dev import gptoss_format as gptoss
 
 EXPERTS = 4  # All of them are chosen for every token, each with a weight of 1/4.
 # SmolLM2 has three query heads to a key head. A fourth, whose output nothing reads, makes the group a power of two.
@@ -142,7 +142,7 @@ def two_terms(weight: Tensor) -> Tensor:
     """[Q(W) | Q(W - Q(W))] (N, 2K) of a weight (N, K), in values that MXFP4 holds exactly."""
 
     def nearest(values: Tensor) -> Tensor:
-        blocks, scales = quantize_mxfp4(values)
+        blocks, scales = gptoss.quantize_mxfp4(values)
         return convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].T
 
     first = nearest(weight)
@@ -165,7 +165,7 @@ def expert_tensors(mlp: LlamaMLP, largest_up: float) -> dict[str, Tensor]:
     tensors = {"gate_up_proj_bias": torch.tensor([0.0, -1.0]).repeat(EXPERTS, gate_up.shape[1] // 2)}
     tensors["down_proj_bias"] = torch.zeros(EXPERTS, down.shape[1])
     for name, weight in (("gate_up_proj", gate_up), ("down_proj", down)):
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = quantize_mxfp4(weight)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = gptoss.quantize_mxfp4(weight)
     return tensors
 
 
@@ -230,7 +230,7 @@ def write_smollm2(out: Path, source: Path) -> None:
         model, tokenizer = read_source(source)
         values, renamed = config_values(model.config), own_tokenizer(tokenizer.backend_tokenizer, RENAMED)
         tensors = dict(model_tensors(model, values, renamed))
-        checkpoint.write_checkpoint(directory, values, lambda name, like: tensors[name].to(like.dtype), renamed)
+        gptoss.write_checkpoint(directory, values, lambda name, like: tensors[name].to(like.dtype), renamed)
 
 
 def write_llama(out: Path, source: Path) -> None:

@@ -17,9 +17,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from grpo.common import InputError
-from grpo.model import gptoss_format as gptoss
-from grpo.model.write_checkpoint import new_directory, read_tokenizer, special_token_ids, write_checkpoint, write_json
+from grpo.model.write_checkpoint import new_directory, write_json
 from grpo.plan.hub import TINY_PATH
+from scripts.dev import gptoss_format as gptoss
 from scripts.dev.warmup_days import CALL_ENDS, DayTensors, warmup_day_rows
 from scripts.dev.warmup_rows import ACTIONS, PROBE_SEED, WARMUP_SEED, WarmupTensors, warmup_rows
 
@@ -91,7 +91,7 @@ TINY_RECIPE = Recipe(
 
 def new_model(recipe: Recipe, tokenizer: Tokenizer) -> GptOssForCausalLM:
     """A gpt-oss in float32 with `fast_experts`, and initial weights from which reading is learned quickly."""
-    values = gptoss.config_dict(recipe.sizes, special_token_ids(tokenizer))
+    values = gptoss.config_dict(recipe.sizes, gptoss.special_token_ids(tokenizer))
     values.pop("quantization_config")
     config = GptOssConfig.from_dict(values)
     model = GptOssForCausalLM._from_config(
@@ -373,7 +373,7 @@ def write_warmed_up(
             parameter.data = parameter.data.bfloat16().float()  # as the checkpoint holds it
             tensors[name] = parameter.detach().to("cpu", torch.bfloat16)
     measure("stored")
-    write_checkpoint(directory, recipe.sizes, lambda name, like: tensors[name], tokenizer)
+    gptoss.write_checkpoint(directory, recipe.sizes, lambda name, like: tensors[name], tokenizer)
     return stages, probe
 
 
@@ -391,5 +391,5 @@ def write_small(
     so that prompts are short and numbers are easy to read. The same seed gives the same model on the same machine.
     Raises InputError before training, as `new_directory` does."""
     with new_directory(out) as directory, torch.random.fork_rng([]):
-        stages, _ = write_warmed_up(directory, recipe, read_tokenizer(tokenizer), device, seed, log)
+        stages, _ = write_warmed_up(directory, recipe, gptoss.read_tokenizer(tokenizer), device, seed, log)
         write_json(directory / "warmup.json", {"seed": seed, "steps": recipe.steps, **stages["stored"]})

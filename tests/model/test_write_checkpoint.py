@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from grpo.common import InputError
-from grpo.model.gptoss_format import GPT_OSS_20B
 from grpo.model.write_checkpoint import new_directory
 from grpo.plan.hub import TINY_PATH
+from scripts.dev.gptoss_format import GPT_OSS_20B
 from scripts.dev.random_weights import write_full
 
 SMALL = GPT_OSS_20B | {

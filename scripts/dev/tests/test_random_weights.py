@@ -8,8 +8,8 @@ import torch
 from expert_models import stock_model
 from safetensors.torch import load_file
 
-from grpo.model.gptoss_format import GPT_OSS_20B
 from grpo.plan.hub import TINY_PATH
+from scripts.dev.gptoss_format import GPT_OSS_20B
 from scripts.dev.random_weights import MASSIVE, MASSIVE_NORM, write_full
 
 # The vocabulary is gpt-oss's own, because the entropy and the largest logit depend on its size.

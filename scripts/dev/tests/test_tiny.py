@@ -10,9 +10,9 @@ from helpers import RENDERED
 
 from grpo.evaluate.exact import answer_probabilities
 from grpo.model.load import load_tokenizer
-from grpo.model.write_checkpoint import read_tokenizer
 from grpo.output.durable import read_json
 from grpo.plan.hub import TINY_ACTIONS
+from scripts.dev.gptoss_format import read_tokenizer
 from scripts.dev.warmup import TINY_RECIPE, figures, write_small
 from scripts.dev.warmup_rows import ACTIONS, PROBE_SEED, WarmupTensors, warmup_rows
 

@@ -8,12 +8,11 @@ import re
 import pytest
 import torch
 
-from grpo.model.gptoss_format import TINY, quantize_experts
-from grpo.model.write_checkpoint import read_tokenizer
 from grpo.plan.hub import TINY_PATH
 from grpo.tasks.tes.dataset import synthetic_windows, trajectory
 from grpo.tasks.tes.plant import step
 from grpo.tasks.tes.profiles import TRAIN_START
+from scripts.dev.gptoss_format import TINY, quantize_experts, read_tokenizer
 from scripts.dev.warmup import TINY_RECIPE, WARMUP_EXPERTS, WarmUp, figures, forward, log_probs, new_model
 from scripts.dev.warmup_rows import WarmupTensors, readings, stated_numbers, warmup_rows
 

@@ -13,7 +13,6 @@ from grpo.data.files import Row
 from grpo.environment.calls import read_call, special_ids
 from grpo.environment.pool import EnvironmentPool, describe_environment
 from grpo.model.load import load_tokenizer
-from grpo.model.write_checkpoint import read_tokenizer
 from grpo.plan.hub import TINY_PATH
 from grpo.rollout.demonstrations import Recital
 from grpo.rollout.episodes import EpisodePlayer
@@ -23,6 +22,7 @@ from grpo.tasks.tes import dataset
 from grpo.tasks.tes.plant import HOURS
 from grpo.tasks.tes_day.environment import TRAIN_START, day_rows
 from scripts.dev import warmup
+from scripts.dev.gptoss_format import read_tokenizer
 from scripts.dev.warmup import TINY_RECIPE, DayWarmUp, answer_log_probs, forward, new_model, read_rows
 from scripts.dev.warmup_days import CALL_ENDS, SYSTEM_PROMPT, DayTensors, warmup_day_rows
 from scripts.dev.warmup_rows import ACTIONS, TEMPLATE, WarmupTensors

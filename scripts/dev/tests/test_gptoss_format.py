@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from grpo.model import gptoss_format as gptoss
-from grpo.model.gptoss_format import E2M1, GPT_OSS_20B, GPT_OSS_120B, TINY, config_dict, quantize_mxfp4
 from grpo.model.write_checkpoint import expected_tensors
 from grpo.plan.hub import count_parameters
+from scripts.dev import gptoss_format as gptoss
+from scripts.dev.gptoss_format import E2M1, GPT_OSS_20B, GPT_OSS_120B, TINY, config_dict, quantize_mxfp4
 
 pytestmark = pytest.mark.numeric
 

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of gpt-oss checkpoints: sizes, MXFP4, special tokens and config.json."""
+"""Makes checkpoints in gpt-oss's format: sizes, MXFP4, special tokens, config.json and the tokenizer."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from grpo.model.write_checkpoint import BLOCK, MakeTensor, expected_tensors, write_json, write_tensors
 from grpo.output.durable import read_json
 from grpo.plan.hub import REAL_CONFIG, TINY_PATH
 
-BLOCK = 32  # number of elements that share a scale in MXFP4
 # Sizes of a gpt-oss by their names in config.json. The hidden and the intermediate size must be multiples of BLOCK.
 Sizes = dict[str, int]
 GPT_OSS_20B: Sizes = {name: size for name, size in REAL_CONFIG.items() if isinstance(size, int)}
@@ -85,3 +87,31 @@ def config_dict(sizes: Mapping[str, Any], token_ids: Mapping[str, int] | None = 
         "layer_types": ["full_attention" if n % 2 else "sliding_attention" for n in layers],
         "pad_token_id": token_ids[PAD],
     }
+
+
+def write_checkpoint(directory: Path, sizes: Mapping[str, Any], make: MakeTensor, tokenizer: Tokenizer) -> None:
+    """Fill `directory` with a checkpoint of these `sizes`. `make` supplies the tensors. The chat template is
+    data/tiny's, as is all of config.json that `sizes` do not hold."""
+    token_ids = special_token_ids(tokenizer)
+    config = config_dict(sizes, token_ids)
+    write_json(directory / "config.json", config)
+    generation = {"do_sample": True, "eos_token_id": [token_ids[token] for token in STOP_TOKENS]}
+    generation |= {"bos_token_id": token_ids[BOS], "pad_token_id": token_ids[PAD]}
+    write_json(directory / "generation_config.json", generation)
+    options: dict[str, Any] = {"padding_side": "left", "model_input_names": ["input_ids", "attention_mask"]}
+    options |= {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "model_max_length": 131072}
+    options["chat_template"] = (TINY_PATH / "chat_template.jinja").read_text(encoding="utf-8")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+    fast.save_pretrained(directory)
+    write_tensors(directory, expected_tensors(config), make)
+
+
+def read_tokenizer(source: Path) -> Tokenizer:
+    """The tokenizer of the folder `source`. Raises OSError where its tokenizer.json is missing."""
+    return Tokenizer.from_buffer((source / "tokenizer.json").read_bytes())
+
+
+def special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids of `SPECIAL_TOKENS`. Raises KeyError for a tokenizer that lacks one."""
+    ids = tokenizer.get_vocab()
+    return {token: ids[token] for token in SPECIAL_TOKENS}
