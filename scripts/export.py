@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import httpx
 from safetensors import SafetensorError
 
 from grpo.common import InputError, format_exception
@@ -125,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(*error.args, sep="\n", file=sys.stderr)
         return 2
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, httpx.HTTPError) as error:  # A broken line is no OSError to httpx.
         print(f"export failed: {format_exception(error)}", file=sys.stderr)
         return 1
     return 0

@@ -188,11 +188,10 @@ def serve(connection: Connection, name: str) -> None:
         except (EOFError, OSError):
             return
         try:
-            factory = load_object(name)
             if method == "describe":
-                answer: Any = describe(factory)
+                answer: Any = describe(load_object(name))
             else:
-                host = host or Host(factory)
+                host = host or Host(load_object(name))
                 answer = getattr(host, method)(*arguments)
         except BaseException as error:  # A user's code may raise anything, SystemExit included.
             text = str(error) if isinstance(error, EnvironmentFault) else f"{method} raised {format_exception(error)}"

@@ -54,9 +54,9 @@ class Comparison:
         return RARE_LOSSES.format(self.unit)
 
 
-def compare(other: str, figures: Mapping[str, object], name: str = "reward", unit: str = "prompt") -> Comparison:
-    """The comparison in `figures`, whose gain is called `name`."""
-    low, high = (finite_number(figures.get(f"{name}_{end}")) for end in ("low", "high"))
+def compare(other: str, figures: Mapping[str, object], unit: str = "prompt") -> Comparison:
+    """The comparison by the gain of reward in `figures`."""
+    low, high = (finite_number(figures.get(f"reward_{end}")) for end in ("low", "high"))
     clusters = finite_number(figures.get("clusters"))
     known = not math.isnan(low + high)
     count = None if math.isnan(clusters) else int(clusters)

@@ -8,6 +8,7 @@ from statistics import fmean
 
 import torch
 from torch import Tensor
+from trl.trainer.utils import nanstd
 
 from grpo.learn.scorer import Scores
 from grpo.rollout.sampler import EndTokens, Sample
@@ -46,6 +47,4 @@ def nan_deviation(values: Tensor) -> Tensor:
     where the dimension has one place alone. In float64, so that it is 0 for equal values of float32."""
     if values.size(-1) == 1:
         return torch.zeros(values.shape[:-1], device=values.device)
-    count, wide = (~values.isnan()).sum(-1), values.double()
-    variance = (wide - wide.nanmean(-1, keepdim=True)).square().nanmean(-1) * (count / (count - 1))
-    return variance.where(count > 1, torch.nan).sqrt().to(values.dtype)
+    return nanstd(values.double(), -1).to(values.dtype)

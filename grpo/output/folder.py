@@ -226,8 +226,11 @@ def env_text(settings: Settings, sources: Mapping[str, str]) -> str:
     """The settings that come from the environment as lines that a shell reads, without OUTPUT_DIR, because another run
     needs another folder, and OVERWRITE, which would delete one."""
     chosen = [name for name, source in sources.items() if source == "environment"]
-    lines = [f"{name}={shlex.quote(show(getattr(settings, name)))}" for name in chosen]
-    lines = [line for line in lines if not line.startswith(("OUTPUT_DIR=", "OVERWRITE="))]
+    lines = [
+        f"{name}={shlex.quote(show(getattr(settings, name)))}"
+        for name in chosen
+        if name not in ("OUTPUT_DIR", "OVERWRITE")
+    ]
     command = "set -a; . run.env; set +a; OUTPUT_DIR=runs/second python train_grpo.py"
     return "\n".join([f"# Starts the same run in another folder: {command}", *lines, ""])
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo.common import Problems, log
+from grpo.common import Problems
 from grpo.data.files import Row, column_names
 from grpo.environment.pool import Environment, EnvironmentPool
 from grpo.environment.worker import Description, Reply
@@ -120,7 +120,6 @@ def check_environment(
         problems.add(where, fault, "Correct it, or raise ENV_TIMEOUT if it only takes longer")
         return None
     episode = trial.episode
-    log.debug("tried %s: %d calls, %d errors", settings.ENVIRONMENT, episode.calls, episode.errors)
     if not specs:
         return trial  # Faults of REWARDS have messages of their own.
     if episode.total() is None and any(name == "environment" for name, weight in specs if weight):

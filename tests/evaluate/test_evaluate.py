@@ -28,10 +28,10 @@ from grpo.plan.hub import find_model
 from grpo.rollout.engine import EngineError
 from grpo.settings.environment import load_settings
 from grpo.settings.table import Settings
-from grpo.tasks.tes.record import MODEL_POLICIES
 from grpo.tasks.tes.simulator import SIMULATOR, make_plan
 
 PROFILE = ROOT / "data" / "profile_heldout.csv"
+MODEL_POLICIES = ("base", "base_greedy", "trained", "trained_greedy")
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 2, "SAVE_STEPS": 1, "PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 4,
     "EVAL_SAMPLES": 1, "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "LEARNING_RATE": "1e-2", "EVAL_STEPS": 1,

@@ -4,6 +4,7 @@
 import json
 import shutil
 
+import httpx
 import pytest
 from export import main
 from hub_server import STRANGER, TOKEN
@@ -97,3 +98,12 @@ def test_what_the_hub_refuses(run, hub, tmp_path, capsys, monkeypatch, token, re
     assert main([str(run), "--out", str(tmp_path / "out"), "--push", repo]) == code
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert (tmp_path / "out").exists() == (code == 1)
+
+
+def test_a_line_that_breaks_during_the_upload(run, hub, monkeypatch, capsys):
+    def break_off(*_, **options):
+        raise httpx.ReadError("the line broke")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", break_off)
+    assert main([str(run), "--push", "me/cooling"]) == 1
+    assert "export failed: ReadError: the line broke" in capsys.readouterr().err

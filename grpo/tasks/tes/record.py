@@ -19,8 +19,6 @@ from grpo.tasks.tes.plant import DECISION_DAYS, START_KWH
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import State, render_full, state_at
 
-MODELS = ("base", "trained")
-MODEL_POLICIES = (*MODELS, *(name + GREEDY for name in MODELS))
 ORDER = tuple(name + suffix for suffix in ("", GREEDY) for name in ("base", START, "trained"))  # Of models in totals.
 LEAST_WINDOWS = 3  # windows of fewer different days give no interval
 UNSERVED_KWH = 0.05  # A window in which more load than this stays unserved is counted.
@@ -138,7 +136,7 @@ def add_totals(record: Record) -> None:
         record["totals"][name] = sums | losses(name) | regret(name, "optimum") | counts
     for name in ("difference", "difference_start", "difference_rule"):
         record.pop(name, None)
-    if priced.keys() >= set(MODELS):
+    if priced.keys() >= {"base", "trained"}:
         record["difference"] = regret("trained", "base")
     if priced.keys() >= {"trained", START}:
         record["difference_start"] = regret("trained", START)
@@ -179,8 +177,8 @@ def as_start(record: Record) -> Record:
 
 
 def run_model(plan: ClosedLoopPlan, record: Record, name: str, ask: loop.Ask) -> None:
-    """Lets a model run through the windows and puts it into the record as `name`, one of MODEL_POLICIES: in `samples`
-    passes side by side, or in one if it answers greedily."""
+    """Lets a model run through the windows and puts it into the record as `name`: in `samples` passes side by side,
+    or in one where the name says that it answers greedily."""
     passes = 1 if name.endswith(GREEDY) else record["samples"]
     unparsed = np.zeros(len(plan.windows) * passes, int)
     policy = loop.model_policy(ask, plan.render, unparsed)
