@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo.common import InputError
+from grpo.common import InputError, format_exception
 from grpo.data.files import Row
 from grpo.data.prepare import Tools
 from grpo.environment.pool import EnvironmentPool
@@ -109,6 +110,17 @@ def trained_model(trainer: Trainer) -> TorchModel:
     return TorchModel(settings, tokenizer, stops, trainer.sampler, network, trainer.model, player=player)
 
 
+def attach_adapter(network: PreTrainedModel, adapter: Path) -> PeftModel:
+    """The model with the adapter that PEFT saved. Raises InputError for one that was trained on another model."""
+    try:
+        return PeftModel.from_pretrained(network, str(adapter))
+    except (RuntimeError, ValueError) as error:  # PEFT's, for tensors of other shapes and modules that are not there.
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        fault = f"{adapter}: it is no adapter for this model ({format_exception(error)})"
+        raise InputError(f"{fault}. Name the model that it was trained on with --model") from error
+
+
 def load_torch_model(settings: Settings, files: ModelFiles, adapter: Path | None, attention: str) -> TorchModel:
     """A model that generates in transformers, with eager attention, which is exact at any length. With DIRECT_ANSWERS
     it chooses tokens with `attention` instead."""
@@ -118,7 +130,7 @@ def load_torch_model(settings: Settings, files: ModelFiles, adapter: Path | None
     stops = stop_tokens(network.generation_config, tokenizer)
     if adapter is not None:
         with experts_wrapped(network):
-            policy = PeftModel.from_pretrained(network, str(adapter)).eval()
+            policy = attach_adapter(network, adapter).eval()
     limit, at_once = BATCH_TOKENS if attention == "eager" else DIRECT_TOKENS, settings.GENERATION_BATCH
     sampler: Sampler = TransformersSampler(network, policy, tokenizer, stops, at_once or GENERATION_BATCHES[0])
     if settings.DIRECT_ANSWERS:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo.common import Problems, one_line, split_commas
+from grpo.common import InputError, Problems, one_line, split_commas
 from grpo.figures.text import object_at
 from grpo.output.best import adapter_fault, read_best
 from grpo.output.durable import Record, file_sha256, read_json
@@ -16,7 +16,7 @@ from grpo.output.layout import ADAPTER, ADAPTER_CONFIG, SETTINGS
 from grpo.plan.hub import ModelFiles, count_parameters, find_model
 from grpo.plan.machine import GIB, Machine
 from grpo.plan.vllm_model import fixed_faults
-from grpo.preflight.adapter import missing_files
+from grpo.preflight.adapter import missing_files, read_lora_config, tensor_shapes
 from grpo.settings.environment import load_settings
 from grpo.settings.parsing import show
 from grpo.settings.table import Settings
@@ -77,7 +77,7 @@ def commit_of_run(adapter: Path | None, model_id: str) -> str | None:
 
 def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Settings, Problems]:
     """The settings of the adapter's run with the non-empty `changes`, and the problems of these settings and of the
-    adapter's files: they must exist, and match the checksum in their folder, if there is one."""
+    adapter's files: they must be those of a LoRA, and match the checksum in their folder, if there is one."""
     replaced = {name: value for name, value in changes.items() if value}
     settings, _, problems = load_settings(recorded_settings(adapter, os.environ) | replaced)
     fault = None
@@ -85,8 +85,11 @@ def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Sett
         fault = "there is no such folder"
     elif adapter and (missing := missing_files(adapter)):
         fault = f"it lacks {' and '.join(missing)}"
-    elif adapter:
-        fault = adapter_fault(adapter)
+    elif adapter and not (fault := adapter_fault(adapter)):
+        try:
+            read_lora_config(adapter), tensor_shapes(adapter / ADAPTER)
+        except (OSError, InputError) as error:
+            fault = str(error)
     if fault:
         problems.add(str(adapter), fault, "Name the folder of a run that has ended, its best/, or a checkpoint")
     return settings, problems

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo.common import InputError, Problems
 from grpo.output.best import adapter_fault
-from grpo.output.durable import file_sha256, read_json
+from grpo.output.durable import Record, file_sha256, read_json
 from grpo.output.folder import RunState
 from grpo.output.layout import ADAPTER, ADAPTER_CONFIG
 from grpo.plan.hub import ModelConfig
@@ -48,13 +48,20 @@ def tensor_shapes(path: Path) -> dict[str, list[int]]:
         raise InputError(f"{path.name} is damaged or no safetensors file ({error})") from None
 
 
+def read_lora_config(folder: Path) -> Record:
+    """adapter_config.json of a LoRA. Raises OSError if it cannot be read, InputError if it is another adapter's."""
+    config = read_json(folder / ADAPTER_CONFIG)
+    is_lora = config.get("peft_type") == "LORA" and type(config.get("r")) is int
+    if not is_lora or not isinstance(config.get("lora_alpha"), int | float):
+        raise InputError(f"{ADAPTER_CONFIG} is not that of a LoRA adapter")
+    return config
+
+
 def read_adapter(folder: Path, model: ModelConfig) -> dict[str, Any]:
     """LORA_R, LORA_ALPHA and LORA_TARGETS of the adapter in `folder`. Raises OSError if it cannot be read, and
     InputError with the reason if this program cannot train it on the model with the config.json `model`."""
-    config, shapes = read_json(folder / ADAPTER_CONFIG), tensor_shapes(folder / ADAPTER)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if config.get("peft_type") != "LORA" or type(rank) is not int or not isinstance(alpha, int | float):
-        raise InputError(f"{ADAPTER_CONFIG} is not that of a LoRA adapter")
+    config, shapes = read_lora_config(folder), tensor_shapes(folder / ADAPTER)
+    rank, alpha = config["r"], config["lora_alpha"]
     if rank < 1 or not 0 < alpha < math.inf:
         raise InputError(f"nothing can be learned with r={rank} and lora_alpha={alpha:g}")
     if (start := str(config.get("init_lora_weights")).lower()).startswith(CHANGING_THE_BASE):

@@ -192,6 +192,19 @@ def test_an_adapter_that_is_not_whole_is_named(saved_adapter, tmp_path):
     (shutil.copytree(saved_adapter, tmp_path / "best") / "best.json").write_text('{"adapter_sha256": "0"}')
     with pytest.raises(InputError, match="adapter_model.safetensors is damaged"):
         ask.main([str(tmp_path / "best"), "hello", "--model", "tiny"])
+    config = json.loads((saved_adapter / "adapter_config.json").read_text())
+    for fault, text, message in (
+        ("another kind", json.dumps(config | {"peft_type": "IA3"}), "is not that of a LoRA adapter"),
+        ("no rank", json.dumps(config | {"r": None}), "is not that of a LoRA adapter"),
+        ("another model's", json.dumps(config | {"r": 2}), "it is no adapter for this model .* with --model"),
+    ):
+        folder = shutil.copytree(saved_adapter, tmp_path / fault)
+        (folder / "adapter_config.json").write_text(text)
+        with pytest.raises(InputError, match=message):
+            ask.main([str(folder), "hello", "--model", "tiny"])
+    (folder / ADAPTER).write_bytes(b"cut off")
+    with pytest.raises(InputError, match="is damaged or no safetensors file"):
+        ask.main([str(folder), "--model", "tiny", "--serve"])
 
 
 def test_a_command_line_asks_for_one_thing():

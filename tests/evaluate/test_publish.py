@@ -50,7 +50,7 @@ def test_an_adapter_with_its_card(run, hub, tmp_path, capsys):
 def test_a_damaged_record_is_named(run, hub, capsys):
     (run / "adapter_config.json").write_text("{")
     assert main([str(run), "--push", "me/cooling"]) == 2 and not hub.repos
-    assert "\nadapter_config.json cannot be read (" in capsys.readouterr().err
+    assert ": adapter_config.json cannot be read (" in capsys.readouterr().err
 
 
 def test_a_merged_model(run, hub, tmp_path):
