@@ -60,9 +60,9 @@ def is_of_run(name: str) -> bool:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest path above `path` (or itself) that exists."""
-    path = path.expanduser().absolute()
-    return next(parent for parent in (path, *path.parents) if parent.exists())
+    """The nearest path above `path` (or itself) that exists, as far as this user may see."""
+    path = path.absolute()
+    return next(parent for parent in (path, *path.parents) if os.path.exists(parent))  # `Path.exists` may raise.
 
 
 def run_folder(settings: Settings) -> Path:

@@ -87,13 +87,13 @@ def to_records(split: str, rows: Iterable[Row], columns: Mapping[str, None]) -> 
     """Rows as verl's data sets hold them, with `answer` for SFT. A row gets None in each of `columns` that it lacks.
 
     `extra_info` holds the whole row as JSON, because a Parquet column has one type and a user's cells may have several:
-    thus reward functions get the same values as from train_grpo.py."""
+    thus reward functions get the same values as from train_grpo.py, but what JSON lacks, such as a date, as text."""
     records: list[dict[str, Any]] = []
     for index, row in enumerate(rows):
         answer, filled = answer_of(row) or "", dataclasses.replace(row, columns=dict(columns) | row.columns)
         prompt = [{"role": role, "content": text} for role, text in row.messages]
         truth = {"style": "rule", "ground_truth": final_channel(answer) or answer}
-        info = {"split": split, "index": index, "row": json.dumps(dataclasses.asdict(filled))}
+        info = {"split": split, "index": index, "row": json.dumps(dataclasses.asdict(filled), default=str)}
         record = {"data_source": label(row.file), "answer": answer, "prompt": prompt, "reward_model": truth}
         records.append(record | {"extra_info": info})
     return records

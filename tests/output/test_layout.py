@@ -17,7 +17,7 @@ from run_folders import inspect, run_dir
 from safetensors import SafetensorError
 
 from grpo.output.folder import prepare_run
-from grpo.output.layout import is_full_disk, lock_output_dir, lock_run
+from grpo.output.layout import existing_parent, is_full_disk, lock_output_dir, lock_run
 
 
 @pytest.mark.parametrize(("owner", "name"), [(shutil, "rmtree"), (Path, "unlink"), (Path, "open")])
@@ -102,3 +102,9 @@ def test_which_errors_are_a_full_disk(monkeypatch, tmp_path):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         errors = (written, wrapped, rusts, OSError(errno.EDQUOT, "x"), ValueError("odd"))
         assert [is_full_disk(error, tmp_path) for error in errors] == [torch_failed, True, True, True, False]
+
+
+def test_a_path_that_cannot_be_is_no_error(tmp_path):
+    """Such as a HF_HOME in a folder that this user may not enter, or a name that is too long."""
+    assert existing_parent(tmp_path / ("a" * 300) / "hf") == tmp_path
+    assert existing_parent(Path("~nobody-has-this-name/hf")) == Path.cwd()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows and rewards on their way through verl."""
 
+import datetime
 import json
 import math
 import random
@@ -11,12 +12,12 @@ from helpers import RENDERED, write_csv
 from machines import only
 from pyarrow import parquet
 
-from grpo.data.files import column_names
+from grpo.data.files import Row, column_names
 from grpo.harmony import TOKEN
 from grpo.reward.calling import load_rewards
 from grpo.reward.scoring import initial_trainer_state, read_completion, score, total
 from grpo.settings.table import Settings
-from grpo.verl.rows import read_input, write_data
+from grpo.verl.rows import read_input, to_records, write_data
 from grpo.verl.score import compute_score
 
 MINE = """
@@ -132,3 +133,9 @@ def test_a_completion_that_every_function_leaves_out_ends_the_run(environ):
         json.dump({"rewards": [["verl_mine:nothing", 1.0]], "INVALID_REWARD": None, "folder": "."}, file)
     with pytest.raises(RuntimeError, match=r"verl_mine:nothing left out two:1 \(None\)"):
         compute_score("[0]", as_rolled_out(records[0]), spec)
+
+
+def test_a_date_of_a_parquet_file_travels_as_text():
+    row = Row("days.parquet", 1, (("user", "?"),), (), {"prompt": "?", "day": datetime.date(2025, 1, 2)})
+    (record,) = to_records("train", [row], {})
+    assert json.loads(record["extra_info"]["row"])["columns"]["day"] == "2025-01-02"
