@@ -18,7 +18,7 @@ from grpo.output.durable import sync_files, write_text
 from grpo.output.layout import ADAPTER
 from grpo.plan.hub import ModelFiles, fetch_weights, find_model, has_mxfp4
 from grpo.plan.targets import checkpoint_weight
-from grpo.plan.tensors import WEIGHTS_INDEX
+from grpo.plan.tensors import WEIGHTS_INDEX, weight_files
 from grpo.preflight.adapter import NAME_AN_ADAPTER, read_adapter, tensor_shapes
 from grpo.rollout.weight_sync import update_products, update_share
 from grpo.settings.table import Settings
@@ -32,7 +32,7 @@ class Merged:
 
     def __init__(self, base: Path, adapter: Path, scale: float) -> None:
         self.base = base
-        self.shards = {path.name: tensor_shapes(path) for path in sorted(base.glob("*.safetensors"))}
+        self.shards = {name: tensor_shapes(base / name) for name in weight_files(base)}
         self.shard_of = {name: base / shard for shard, names in self.shards.items() for name in names}
         weights = load_file(adapter / ADAPTER)
         self.factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}

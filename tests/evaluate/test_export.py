@@ -113,6 +113,18 @@ def test_experts_merge_as_peft_merges_them(modules, parameters, base, tmp_path):
     assert "merged into it, in BF16" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_weight_file_that_the_index_does_not_name_is_left_behind(base, adapter, exported, tmp_path):
+    """One of an earlier download: transformers would load a `model.safetensors` in place of the shards."""
+    form, out = exported
+    mine = shutil.copytree(base, tmp_path / "base")
+    first = {name: torch.zeros_like(tensor) for name, tensor in stored(base).items()}
+    save_file(first, mine / "model.safetensors", {"format": "pt"})
+    arguments = [str(adapter), "--model", str(mine), "--to", form, "--out", str(tmp_path / "merged")]
+    assert main(arguments) == 0
+    again, before = stored(tmp_path / "merged"), stored(out)
+    assert again.keys() == before.keys() and all(torch.equal(again[name], before[name]) for name in again)
+
+
 def test_files_beside_the_tensors_stay_as_they_are(base, exported):
     form, out = exported
     same = ["tokenizer.json", "chat_template.jinja", "generation_config.json", "tokenizer_config.json"]
