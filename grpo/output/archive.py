@@ -41,7 +41,8 @@ def asking_code(s: Settings, base: str, adapter: str = "", experts: bool = False
     if adapter:
         imports.insert(0, "from peft import PeftModel")
         lines.append(f"model = PeftModel.from_pretrained(model, {text(adapter)})")
-    lines += ['messages = [{"role": "user", "content": "Your question"}]']
+    question = text(s.PROMPT_TEMPLATE.replace("{}", "Your question"))
+    lines.append(f'messages = [{{"role": "user", "content": {question}}}]')
     if s.SYSTEM_PROMPT:
         lines.append(f'messages.insert(0, {{"role": "system", "content": {text(s.SYSTEM_PROMPT)}}})')
     ending = f" + {text(ANSWER_BEFORE)}" if s.DIRECT_ANSWERS else ""

@@ -106,6 +106,7 @@ def test_the_model_card_names_a_hub_model_and_a_folder(tmp_path):
     assert ') + "<|channel|>final<|message|>["\n' in direct
     assert f'from_pretrained(model, "{tmp_path}/run/best")' in card("run/best") and "from any folder" in card()
     assert '{"role": "system", "content": "Say \\"no\\""}' in card(SYSTEM_PROMPT='Say "no"')
+    assert '{"role": "user", "content": "Answer this:\\nYour question"}' in card(PROMPT_TEMPLATE="Answer this:\n{}")
     (tmp_path / "mine").mkdir()
     local = {"MODEL_ID": str(tmp_path / "mine")}
     assert f'from_pretrained("{tmp_path}/mine"' in card(**local) and "base_model:" not in card(**local)
