@@ -30,7 +30,7 @@ RECORDED = (
 # These are recorded too, but the environment may replace them: other rows, or another machine, may need other values.
 REPLACEABLE = (
     "MAX_PROMPT_LEN", "MAX_COMPLETION_LEN", "MAX_TURNS", "MAX_TURN_LEN", "MAX_RESULT_LEN", "ENV_TIMEOUT", "REWARDS",
-    "INVALID_REWARD", "EXPERTS",
+    "INVALID_REWARD", "OVERLONG_SHARE", "EXPERTS",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from grpo.common import InputError, Problems
 from grpo.evaluate.ask import serve_commands
 from grpo.evaluate.evaluate_adapter import choose_engine
 from grpo.evaluate.models import load_torch_model, settings_alone, start_model
-from grpo.evaluate.saved_adapter import check_model, load_run_settings
+from grpo.evaluate.saved_adapter import check_model, load_run_settings, recorded_settings
 from grpo.model.experts import quantized_experts
 from grpo.plan.hub import REAL_CONFIG, find_model
 from grpo.settings.table import Settings
@@ -93,3 +93,10 @@ def test_evaluations_sample_from_all_tokens():
         model.network.lm_head.weight *= 1e-3
     tokens = {ids[0] for ids in model.complete(["hour 8"] * 256, 256)}
     assert len(tokens) > 150, "of some 800 nearly equally likely ones"
+
+
+def test_what_its_rewards_need_is_a_runs_own(tmp_path):
+    settings = {"REWARDS": "overlong", "OVERLONG_SHARE": 0.5, "INVALID_REWARD": -2.0}
+    (tmp_path / "settings.json").write_text(json.dumps({"settings": settings}))
+    recorded = recorded_settings(tmp_path, {"INVALID_REWARD": "-3"})
+    assert recorded == {"REWARDS": "overlong", "OVERLONG_SHARE": "0.5", "INVALID_REWARD": "-3"}
