@@ -37,6 +37,7 @@ from grpo.process.ending import run_script
 # Lines of training.log with a warning, an error or a critical message (`12:07:54 W train_grpo: ...`), of the box below
 # one (`banner_text`), and about an evaluation.
 NEWS = re.compile(r"^(?:\d\d:\d\d:\d\d (?:[WEC] .*: .+|I train_grpo: measured .*)|\| .* \|)$", re.MULTILINE)
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Such characters would act on the terminal.
 DONE = "complete"
 SHOWN, LONGEST = 5, 300  # lines of NEWS, characters of one
 CLEAR = "\x1b[H\x1b[J"
@@ -54,7 +55,7 @@ def is_running(folder: Path) -> bool:
 def read_news(path: Path) -> list[str]:
     """The last warnings, errors and evaluations of training.log, oldest first; none where it is not there yet."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return [line[:LONGEST] for line in NEWS.findall(text)[-SHOWN:]]
+    return [CONTROL.sub(" ", line[:LONGEST]) for line in NEWS.findall(text)[-SHOWN:]]
 
 
 def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFrame) -> str:

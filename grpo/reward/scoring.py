@@ -154,8 +154,7 @@ def parsed_share(completion: Completion) -> float:
 
 def completion_rates(completions: Sequence[Completion]) -> dict[str, float | None]:
     """Columns of metrics.csv for these completions: parse rate, best-action rate, clipped ratio and lengths in tokens.
-    The best-action rate is None where no row has actions.
-    A held-out evaluation uses the last three; its other figures come from `score_probabilities` or `score_values`."""
+    The best-action rate is None where no row has actions."""
     acted = [(completion.row.rewards, completion.action) for completion in completions]
     count, lengths = len(completions), [completion.tokens for completion in completions]
     best = sum(k is not None and row[k] == max(row) for row, k in acted) / count
