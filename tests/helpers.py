@@ -20,8 +20,8 @@ from grpo.plan.hub import TINY_PATH
 
 # What every conftest.py takes from here: fixtures and a hook.
 __all__ = [
-    "build", "claimed_gpu", "compiler", "good_csv", "hub", "import_path", "pytest_collection_modifyitems", "quiet",
-    "saved_adapter", "tiny",
+    "build", "claimed_gpu", "compiler", "forked_description", "good_csv", "hub", "import_path",
+    "pytest_collection_modifyitems", "quiet", "saved_adapter", "tiny",
 ]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "train_grpo.py"
@@ -147,8 +147,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         close_session()
 
 
-@pytest.fixture
-def quiet() -> Iterator[Callable[[], None]]:
+@contextlib.contextmanager
+def quietly() -> Iterator[Callable[[], None]]:
     """Puts back what a run changes in its process; a call closes the logs that were opened so far."""
     root, trl = logging.getLogger(), logging.getLogger("trl.trainer.grpo_trainer")
     handlers, level, filters, own = list(root.handlers), root.level, list(trl.filters), log.level
@@ -170,10 +170,27 @@ def quiet() -> Iterator[Callable[[], None]]:
         signal.signal(name, handler)
 
 
+@pytest.fixture
+def quiet() -> Iterator[Callable[[], None]]:
+    with quietly() as close_logs:
+        yield close_logs
+
+
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines that tests pretend to have can compile, whatever this one has."""
     monkeypatch.setattr("grpo.plan.machine.compiler_fault", lambda: "")
+
+
+@pytest.fixture
+def forked_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes of environments are described in forks of this process: a new one imports transformers for seconds."""
+    import transformers.utils.chat_template_utils  # noqa: F401, what a description needs
+
+    from grpo.environment import pool
+
+    spawn = pool.spawn
+    monkeypatch.setattr(pool, "spawn", lambda method, name: spawn("fork" if method == "spawn" else method, name))
 
 
 @pytest.fixture

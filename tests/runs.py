@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of the entry point as a user starts them, and their results."""
 
+import contextlib
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from helpers import CLEAN, ROOT, SCRIPT
+import pytest
+from helpers import CLEAN, ROOT, SCRIPT, quietly, read_csv, write_csv
 from reliability import content
 
+import train_grpo
 from grpo.output.layout import ADAPTER
+from grpo.settings.table import FIELDS
+from grpo.tasks.tes.plant import PLANT
 
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 6, "SAVE_STEPS": 2, "PROMPTS_PER_STEP": 3, "NUM_GENERATIONS": 4, "SEED": 5,
@@ -29,11 +35,40 @@ def plant_inputs(folder: Path, windows: int = 1) -> dict[str, Path]:
     for name, length in lengths.items():
         paths.append(folder / name)
         paths[-1].write_text("".join((ROOT / "data" / name).read_text().splitlines(True)[:length]))
+    coarsen(paths[-1])
     return dict(zip(("EVAL_DATA", "EVAL_PROFILE"), paths, strict=True))
+
+
+def coarsen(profile: Path) -> None:
+    """Makes every load in the file a multiple of the plant's smallest output: its storage then takes few energies, and
+    an exact closed loop asks a tenth of the prompts."""
+    rows, step = read_csv(profile), PLANT.outputs_kw[1]
+    for row in rows:
+        row["load_kw"] = str(round(float(row["load_kw"]) / step) * step)
+    write_csv(profile, list(rows[0]), [list(row.values()) for row in rows])
 
 
 def environment(folder: Path, **settings: object) -> dict[str, str]:
     return CLEAN | {name: str(value) for name, value in (SETTINGS | {"OUTPUT_DIR": folder} | settings).items()}
+
+
+@contextlib.contextmanager
+def only_settings(**variables: object) -> Iterator[None]:
+    """What runs in this process gets these variables and no other settings, and leaves no trace in the process."""
+    with quietly(), pytest.MonkeyPatch.context() as patch:
+        for name in os.environ.keys() & FIELDS.keys():
+            patch.delenv(name)
+        for name, value in (CLEAN | variables).items():
+            patch.setenv(name, str(value))
+        yield
+
+
+def run_here(code: int = 0, **variables: object) -> str:
+    """A run in this process, which must end with this exit code: its training.log. One of its own would take seconds
+    for its imports."""
+    with only_settings(**variables):
+        assert train_grpo.main([]) == code
+    return Path(str(variables["OUTPUT_DIR"]), "training.log").read_text(encoding="utf-8")
 
 
 def start_held(

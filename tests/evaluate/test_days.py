@@ -10,6 +10,7 @@ import days as script
 import pytest
 from days import read_split, write_data
 from helpers import CLEAN
+from runs import coarsen
 
 from grpo.common import InputError
 from grpo.tasks.tes import profiles as tes
@@ -98,6 +99,8 @@ def test_two_steps_on_real_files_of_days(tmp_path, capfd, monkeypatch):
     settings = {"TOTAL_STEPS": "2", "PROMPTS_PER_STEP": "2", "NUM_GENERATIONS": "2", "EVAL_SAMPLES": "1"}
     for name, value in (CLEAN | settings).items():
         monkeypatch.setenv(name, value)
+    for profile in folder.iterdir():
+        coarsen(profile)
     (folder / "notes.csv").write_text("no,profile\n")
     words = [str(folder), "--files", "[ab].csv", "--out", str(out), "--model", "tiny"]
     assert script.main(words) == 0

@@ -12,9 +12,9 @@ from unittest import mock
 import evaluate as ev
 import pytest
 from closed_loop_schema import check_schema
-from helpers import RENDERED, ROOT, run_script, write_csv
+from helpers import RENDERED, ROOT, write_csv
 from machines import H100
-from runs import plant_inputs
+from runs import plant_inputs, run_here
 from safetensors.torch import load_file, save_file
 from stub_vllm import stub_engine
 
@@ -43,8 +43,8 @@ SETTINGS = {
 def run(tiny, tmp_path_factory):
     """Two steps with both evaluations; three windows, 12 held-out rows."""
     folder = tmp_path_factory.mktemp("evaluated")
-    done = run_script(**SETTINGS | plant_inputs(folder, windows=3) | {"OUTPUT_DIR": folder / "run"})
-    return SimpleNamespace(folder=folder / "run", output=done.stdout)
+    log = run_here(**SETTINGS | plant_inputs(folder, windows=3) | {"OUTPUT_DIR": folder / "run"})
+    return SimpleNamespace(folder=folder / "run", log=log)
 
 
 def test_a_run_leaves_both_evaluations(run):
@@ -62,7 +62,7 @@ def test_a_run_leaves_both_evaluations(run):
     assert len(record["windows"]) == 3 and record["totals"]["base"]["answers"] == 90
     assert record["sampling"]["prompt"] == "compact" and record["sampling"]["eval_temperature"] == 0.5
     for words in ("trained - base model", "trained against base", "base model, greedy", "best adapter: step"):
-        assert words in run.output
+        assert words in run.log
 
 
 def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path, capsys, monkeypatch):

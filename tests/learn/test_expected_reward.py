@@ -107,10 +107,11 @@ def enumerated(trainer, inputs, tokens):
         step |= {"completion_ids": ids, "completion_mask": torch.ones_like(ids), "num_items_in_batch": torch.tensor(1)}
         # dr_grpo divides by the number of completions, of which the step has len(probabilities).
         step["advantages"] = p * advantages * len(p) / len(probabilities)
-        gradient = gradient + step_gradient(trainer, step, None, 64)
+        gradient = gradient + step_gradient(trainer, step, None, 8)
     return gradient
 
 
+@pytest.mark.slow
 def test_it_is_the_mean_of_the_sampled_gradient_over_all_answers(tiny, tmp_path, in_float64):
     """With mean and deviation held fixed, whatever the tokens behind the answer."""
     trainer = in_float64(trainer_with(tiny, tmp_path, LOSS_TYPE="dr_grpo"))

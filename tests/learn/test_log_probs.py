@@ -95,6 +95,7 @@ def test_a_float32_model_learns_as_with_trls_kernel():
     assert max(errors(ours, torch.float32)) < 1e-4
 
 
+@pytest.mark.slow
 def test_tritons_kernels_and_torch_compute_the_same():
     """What runs on a GPU, with tiles of several blocks and one with a part of a block."""
     interpreted(KERNELS)

@@ -11,8 +11,9 @@ from unittest.mock import Mock
 import pytest
 import sft
 import torch
-from helpers import CLEAN, RENDERED, ROOT, read_csv, run_python, run_script, write_csv
+from helpers import CLEAN, RENDERED, ROOT, read_csv, write_csv
 from machines import only
+from runs import only_settings, run_here
 from safetensors.torch import load_file
 
 from grpo.common import InputError
@@ -35,11 +36,12 @@ def runs(tmp_path_factory):
     learn, held_out = folder / "sft", folder / "held_out.csv"
     held_out.write_text("".join(COMPACT.read_text().splitlines(True)[:13]))
     environ = ENVIRON | {"TOTAL_STEPS": "12"}
-    run_python("scripts/sft.py", "--out", learn, **environ)
+    with only_settings(**environ):
+        assert sft.main(["--out", str(learn)]) == 0
     settings = ENVIRON | {"INIT_ADAPTER": learn, "OUTPUT_DIR": folder / "grpo", "TOTAL_STEPS": 1, "LEARNING_RATE": 1e-9}
     settings |= {"EVAL_DATA": held_out, "EVAL_PROFILE": "", "BETA": 0.1, "PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 4}
     settings = {name: str(value) for name, value in settings.items()}
-    run_script(**settings)
+    run_here(**settings)
     return SimpleNamespace(sft=learn, grpo=folder / "grpo", settings=settings, environ=environ)
 
 
@@ -174,7 +176,7 @@ SHOWN = [{"name": "add", "arguments": {"number": 3}}, {"name": "add", "arguments
 
 
 @pytest.fixture
-def episodes(tmp_path, monkeypatch):
+def episodes(tmp_path, monkeypatch, forked_description):
     """The environment and the settings of SFT on rows with these columns."""
     monkeypatch.syspath_prepend(ROOT / "tests")
 
@@ -203,7 +205,8 @@ def test_sft_learns_what_an_episode_shows(episodes, tmp_path, tiny, monkeypatch)
     text = tokenizer.decode(pairs["input_ids"][1])
     assert text.endswith(f"Reach 5.<|end|><|start|>assistant{call.format(3)}{result.format(3)}{call.format(-1)}"
                          f"{result.format(2)}<|channel|>final<|message|>two<|return|>")  # fmt: skip
-    run_python("scripts/sft.py", "--out", tmp_path / "out", **environ)
+    with only_settings(**environ):
+        assert sft.main(["--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / ADAPTER).is_file()
 
 

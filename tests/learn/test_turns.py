@@ -72,7 +72,7 @@ def our_step(tiny, folder, monkeypatch, ranks=None, world="Tally", **changes):
     changes = {"PROMPTS_PER_STEP": 2, "REWARDS": "environment,worlds:few_digits=0.5"} | changes
     trainer = plain_float32(make(
         tiny, folder, ranks, rows(), NUM_GENERATIONS=4, MAX_COMPLETION_LEN=LIMIT, PROMPT_DATE=DATE,
-        MAX_PROMPT_LEN=2000, ENVIRONMENT=f"worlds:{world}", MICRO_BATCH=8,
+        MAX_PROMPT_LEN=2000, ENVIRONMENT=f"worlds:{world}", MICRO_BATCH=2,
         REASONING_EFFORT="medium", **changes,
     ))  # fmt: skip
     seed_weights(trainer.model)

@@ -105,10 +105,12 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_kernels_equal_plain_torch():
     interpreted(KERNELS)
 
 
+@pytest.mark.slow
 def test_weights_in_vllms_layout_for_hopper_are_those_of_the_checkpoint():
     """Swizzled by vLLM's own functions, from its source."""
     interpreted(SWIZZLED, cached_source() / "third_party")

@@ -13,7 +13,7 @@ from grpo.preflight.preview import preview
 
 
 @pytest.fixture
-def episode_run(tmp_path):
+def episode_run(tmp_path, forked_description):
     """Resolves a run with an environment of worlds.py on two rows."""
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": "Add.", "target": n}) + "\n" for n in range(2)))
@@ -53,8 +53,6 @@ FAULTS = {
     "worlds:Unpaid": "no reward arrives: it has neither `get_reward`",
     "worlds:Rough": "the call of leave: its process ended",
     "worlds:NoReset": "NoReset has no method `reset`",
-    "worlds:Untyped": "the method multiply needs types",
-    "worlds:Umlaut": "Harmony cannot carry the tool name 'grösse'",
     "nowhere:World": "'nowhere:World' cannot be loaded: ModuleNotFoundError",
     "worlds": "'worlds' cannot be loaded",
 }

@@ -11,8 +11,8 @@ import ask
 import evaluate as ev
 import pytest
 import watch
-from helpers import QUESTION, SYSTEM, read_csv, run_python, run_script
-from runs import assert_same_run, plant_inputs
+from helpers import QUESTION, SYSTEM, read_csv, run_python
+from runs import assert_same_run, plant_inputs, run_here
 
 from grpo.harmony import ANSWER_BEFORE
 from grpo.output.layout import ADAPTER, COMPLETE
@@ -28,7 +28,7 @@ def direct_run(tmp_path_factory):
     """Four steps with all evaluations, on one window and 12 held-out rows."""
     folder = tmp_path_factory.mktemp("direct")
     settings = SETTINGS | plant_inputs(folder) | {"EVAL_STEPS": 2}
-    run_script(**settings, OUTPUT_DIR=folder / "run")
+    run_here(**settings, OUTPUT_DIR=folder / "run")
     return SimpleNamespace(folder=folder / "run", settings=settings)
 
 
@@ -88,8 +88,8 @@ def test_a_resumed_run_is_exact(direct_run, tmp_path):
     shutil.rmtree(folder / "checkpoint-4")
     for name in (COMPLETE, ADAPTER):
         (folder / name).unlink()
-    done = run_script(**direct_run.settings | {"OUTPUT_DIR": folder})
-    assert "continuing from step 2" in done.stdout
+    log = run_here(**direct_run.settings | {"OUTPUT_DIR": folder})
+    assert "continuing from step 2" in log
     assert_same_run(folder, direct_run.folder)
 
 
@@ -99,4 +99,4 @@ def test_sft_opens_the_answer_too_and_a_run_starts_from_it(tmp_path):
     assert json.loads((tmp_path / "sft" / "settings.json").read_text())["settings"]["DIRECT_ANSWERS"] is True
     assert f"Its prompts end in `{ANSWER_BEFORE}`" in (tmp_path / "sft" / "README.md").read_text()
     settings = SETTINGS | {"INIT_ADAPTER": tmp_path / "sft", "OUTPUT_DIR": tmp_path / "run", "TOTAL_STEPS": 1}
-    run_script(**settings, EVAL_SAMPLES=0)
+    run_here(**settings, EVAL_SAMPLES=0)

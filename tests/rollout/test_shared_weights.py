@@ -99,6 +99,7 @@ print("all equal")
 """
 
 
+@pytest.mark.slow
 def test_what_is_learned_on_vllms_weights_is_what_is_learned_on_ones_own(tiny):
     """States, logits and gradients bit by bit. vLLM's tensors are not written, and others than expected not read."""
     interpreted(LEARNING, cached_source() / "third_party", tiny)
