@@ -2,12 +2,14 @@
 """Runs of the entry point as a user starts them, and their results."""
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from helpers import CLEAN, ROOT, SCRIPT, quietly, read_csv, write_csv
@@ -69,6 +71,13 @@ def run_here(code: int = 0, **variables: object) -> str:
     with only_settings(**variables):
         assert train_grpo.main([]) == code
     return Path(str(variables["OUTPUT_DIR"]), "training.log").read_text(encoding="utf-8")
+
+
+def child_here(command: Sequence[object], environ: Mapping[str, str] = MappingProxyType({})) -> int:
+    """In the place of `run_child`: the program's `main` in this process, with the environment that it would have."""
+    _, program, *arguments = map(str, command)
+    with only_settings(**os.environ | environ):
+        return importlib.import_module(Path(program).stem).main(arguments)
 
 
 def start_held(

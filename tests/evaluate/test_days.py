@@ -10,7 +10,7 @@ import days as script
 import pytest
 from days import read_split, write_data
 from helpers import CLEAN
-from runs import coarsen
+from runs import child_here, coarsen
 
 from grpo.common import InputError
 from grpo.tasks.tes import profiles as tes
@@ -99,6 +99,7 @@ def test_two_steps_on_real_files_of_days(tmp_path, capfd, monkeypatch):
     settings = {"TOTAL_STEPS": "2", "PROMPTS_PER_STEP": "2", "NUM_GENERATIONS": "2", "EVAL_SAMPLES": "1"}
     for name, value in (CLEAN | settings).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("days.run_child", child_here)
     for profile in folder.iterdir():
         coarsen(profile)
     (folder / "notes.csv").write_text("no,profile\n")

@@ -34,7 +34,7 @@ PROFILE = ROOT / "data" / "profile_heldout.csv"
 MODEL_POLICIES = ("base", "base_greedy", "trained", "trained_greedy")
 SETTINGS = {
     "MODEL_ID": "tiny", "TOTAL_STEPS": 2, "SAVE_STEPS": 1, "PROMPTS_PER_STEP": 2, "NUM_GENERATIONS": 4,
-    "EVAL_SAMPLES": 1, "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "LEARNING_RATE": "1e-2", "EVAL_STEPS": 1,
+    "EVAL_SAMPLES": 1, "DATA": "data/tes_heldout_compact.csv", "SEED": 5, "LEARNING_RATE": "1e-2", "EVAL_STEPS": 0,
     "TOP_P": 0.999,  # exact evaluations do not know it: these are sampled
 }  # fmt: skip
 

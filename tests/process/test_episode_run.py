@@ -6,8 +6,10 @@ import io
 import json
 import signal
 
+import ask
 import pytest
-from helpers import ROOT, read_csv, run_python
+import watch
+from helpers import read_csv
 from runs import assert_same_run, environment, finish, go_on, has_line, run_here, start_held, wait_until
 
 from grpo.output.checkpoints import ROLLOUT
@@ -25,7 +27,7 @@ def settings(tmp_path):
     }  # fmt: skip
 
 
-def test_a_run_goes_on_in_the_middle_of_a_rollout(tmp_path, settings):
+def test_a_run_goes_on_in_the_middle_of_a_rollout(tmp_path, settings, capsys, forked_description):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     run_here(**environment(whole, **settings))
     process = start_held(folder, 3, **settings)
@@ -41,9 +43,11 @@ def test_a_run_goes_on_in_the_middle_of_a_rollout(tmp_path, settings):
     assert list(completions[0])[-len(EPISODE_COLUMNS) :] == list(EPISODE_COLUMNS)
     assert json.loads(metrics[0]["ends"]) == {"answer": 12} and metrics[0]["turns_mean"] == "1"
     assert {row["end"] for row in completions} == {"answer"} and float(completions[0]["tool_s"]) > 0
-    assert 'ends        {"answer": 12}' in run_python(ROOT / "scripts/watch.py", whole).stdout
-    answers = run_python(ROOT / "scripts/ask.py", whole, "--csv", settings["DATA"], PYTHONPATH=ROOT / "tests")
-    rows = list(csv.DictReader(io.StringIO(answers.stdout)))
+    capsys.readouterr()
+    assert watch.main([str(whole)]) == 0
+    assert 'ends        {"answer": 12}' in capsys.readouterr().out
+    assert ask.main([str(whole), "--csv", str(settings["DATA"])]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [(row["target"], row["end"], row["reward"]) for row in rows[:2]] == [
         ("0", "answer", "0.0"),
         ("1", "answer", "-0.1"),

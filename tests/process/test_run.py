@@ -182,7 +182,7 @@ def test_a_run_writes_through_nothing_that_came_into_its_folder(tmp_path):
     assert not (folder / "adapter.tmp").exists() and "for data/tiny" in (folder / "README.md").read_text()
 
 
-def test_overwrite_starts_again_with_files_of_other_columns_and_a_users_own_reward(tmp_path, whole_run):
+def test_overwrite_starts_again_with_files_of_other_columns_and_a_users_own_reward(tmp_path, whole_run, monkeypatch):
     """TRL takes the columns from the first completion of a step: whichever file it comes from, all must be there. Also
     luspo, a KL penalty, NaN for invalid answers and batches of its own: another run in the same folder."""
     (tmp_path / "a.csv").write_text("user,reward_action_0,reward_action_1,zone" + "\nhour,0.1,0.9,north" * 3)
@@ -199,7 +199,8 @@ def test_overwrite_starts_again_with_files_of_other_columns_and_a_users_own_rewa
     shutil.copytree(whole_run, folder)
     changes = {"OVERWRITE": 1, "TOTAL_STEPS": 3, "REWARDS": "own:short=2,action", "LOSS_TYPE": "luspo", "BETA": 0.1,
                "INVALID_REWARD": "nan", "SAVE_STEPS": 1, "MICRO_BATCH": 4, "GENERATION_BATCH": 6}  # fmt: skip
-    run_script(cwd=tmp_path, **SETTINGS | {"OUTPUT_DIR": "out put/ü", "DATA": "a.csv,b.csv"} | changes)
+    monkeypatch.chdir(tmp_path)
+    run_here(**SETTINGS | {"OUTPUT_DIR": "out put/ü", "DATA": "a.csv,b.csv"} | changes)
     metrics, completions = read_csv(folder / "metrics.csv"), read_csv(folder / "completions.csv")
     assert len(metrics) == 3 and all(row["entropy"] and row["kl"] for row in metrics), "TRL's head computes the entropy"
     assert {row["prompt_id"][0] for row in completions} == {"a", "b"} and folder.with_name("ü.zip").exists()

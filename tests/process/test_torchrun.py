@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, SCRIPT, read_csv, run_python
-from runs import ASKED, SETTINGS, environment, finish, go_on, has_line, run_here, start_held, wait_until
+from helpers import ROOT, SCRIPT, read_csv, run_python, run_script
+from runs import ASKED, SETTINGS, environment, finish, go_on, has_line, start_held, wait_until
 from safetensors.torch import load_file
 
 from grpo.output.checkpoints import find_checkpoint
@@ -60,7 +60,7 @@ def assert_alike(folder: Path, whole: Path) -> None:
 def whole(tmp_path_factory) -> Path:
     """Six steps of one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
-    run_here(**SETTINGS | EVALUATED | {"OUTPUT_DIR": folder})
+    run_script(**SETTINGS | EVALUATED | {"OUTPUT_DIR": folder})
     assert not (folder / EXIT).exists()
     return folder
 
@@ -85,8 +85,8 @@ def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_p
     code, reason = read_exit(folder)
     assert process.returncode and code == 143 and "interrupted at step 3; the same command continues" in reason, output
     assert find_checkpoint(folder)[0] == 3 and (tmp_path / "run.zip").exists()
-    log = run_here(**SETTINGS | EVALUATED | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 4})
-    assert "continuing from step 3" in log
+    done = run_script(**SETTINGS | EVALUATED | {"OUTPUT_DIR": folder, "TOTAL_STEPS": 4})
+    assert "continuing from step 3" in done.stdout
     assert not (folder / EXIT).exists()
     done = torchrun(folder=folder, **EVALUATED)
     assert "continuing from step 4" in done.stdout

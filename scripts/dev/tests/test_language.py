@@ -7,6 +7,7 @@ import re
 
 import language
 import pytest
+from runs import child_here
 
 from grpo.common import InputError
 from rewards import gsm8k
@@ -97,6 +98,7 @@ LIGHT = [*FEW, "--set", "EVAL_SAMPLES=1", "--set", "MAX_COMPLETION_LEN=4", "--se
 
 
 def test_all_stages_on_the_tiny_model(tmp_path, monkeypatch):
+    monkeypatch.setattr("language.run_child", child_here)
     monkeypatch.setattr("scripts.dev.language_rows.HELDOUT_ROWS", 3)
     monkeypatch.setattr("scripts.dev.language_rows.ROWS", 4)
     monkeypatch.setattr("scripts.dev.language_rows.WARMUP_ROWS", 4)

@@ -21,7 +21,7 @@ def test_each_fault_is_made_and_goes_away(tmp_path, monkeypatch, quiet):
     out, data = tmp_path / "out.json", f"{record.ROOT}/data/tes_heldout_compact.csv"
     words = ["--model", "tiny", "--data", data, "--out", str(out), "--run", f"{tmp_path}/run"]
     names = [*mismatch.FAULTS, "none"]
-    words += ["--set", "ATTN_IMPL=eager", "--set", "EXPERTS=bf16", "--faults", *names]
+    words += ["--set", "ATTN_IMPL=eager", "--set", "EXPERTS=bf16", "--set", "MAX_COMPLETION_LEN=16", "--faults", *names]
     monkeypatch.setattr(sys, "argv", ["bench.py", "mismatch", *words])
     options = bench.parse_args()
     options.main = train_grpo.main

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import prove
 import pytest
-from helpers import ROOT, run_python
+from helpers import ROOT
+from runs import child_here, coarsen
 
 from grpo.common import InputError
 from grpo.settings.environment import load_settings
@@ -178,15 +179,23 @@ def test_best_is_played_on_days_that_did_not_choose_it(tmp_path, monkeypatch):
     assert proof.prove(options, SCALES["small"]) == 0, "it is complete"
 
 
+def coarse_data(folder, scale):
+    write_data(folder, scale)
+    for profile in folder.glob("profile_*.csv"):
+        coarsen(profile)
+
+
 @pytest.mark.slow
-@pytest.mark.numeric
 def test_a_small_proof_from_model_to_figures(tmp_path, monkeypatch):
     """All stages on a CPU. Four steps need not improve anything: the exit code may be 0 or 1, the files must be
     there."""
     out, results = tmp_path / "proof", tmp_path / "proof.json"
-    words = [ROOT / "scripts/dev/prove.py", "--out", "proof", "--scale", "small", "--results", results]
-    done = run_python(*words, cwd=tmp_path, code=None)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
+    words = ["--out", "proof", "--scale", "small", "--results", str(results)]
+    monkeypatch.setattr(proof, "run_child", child_here)
+    monkeypatch.setattr(proof, "write_data", coarse_data)
+    monkeypatch.chdir(tmp_path)
+    code = prove.main(words)
+    assert code in (0, 1)
     warmup = json.loads((out / "model" / "warmup.json").read_text())
     stored = warmup["stages"]["stored"]
     assert stored["parse_rate"] > 0.5
@@ -198,9 +207,9 @@ def test_a_small_proof_from_model_to_figures(tmp_path, monkeypatch):
     assert str(tmp_path) not in results.read_text() and "MODEL_ID=OUT/model" in results.read_text()
     # What is complete is not repeated.
     before = [path.stat().st_mtime_ns for path in (out / "model" / "warmup.json", out / "run" / "evaluation.json")]
-    run_python(*words, cwd=tmp_path, code=done.returncode)
+    monkeypatch.setattr(proof, "run_child", None)
+    assert prove.main(words) == code
     after = [path.stat().st_mtime_ns for path in (out / "model" / "warmup.json", out / "run" / "evaluation.json")]
     assert after == before
-    monkeypatch.chdir(tmp_path)
     chains = proof.chain_figures(out / "run", out / "data" / "tes_heldout_compact.csv")
     assert 0 <= chains["plan_best_trained"] <= 1 and 0 < chains["reward_chain_trained_answer_base"] < 1
