@@ -67,7 +67,7 @@ def only_settings(**variables: object) -> Iterator[None]:
 
 def run_here(code: int = 0, **variables: object) -> str:
     """A run in this process, which must end with this exit code: its training.log. One of its own would take seconds
-    for its imports."""
+    for its imports. Runs that are compared bit by bit need one: sums may depend on where memory lies."""
     with only_settings(**variables):
         assert train_grpo.main([]) == code
     return Path(str(variables["OUTPUT_DIR"]), "training.log").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import runs
 from expert_models import load
-from helpers import read_csv
+from helpers import read_csv, run_script
 from peft import PeftModel
 from trainers import make
 from transformers.trainer_callback import TrainerCallback
@@ -48,7 +48,7 @@ def measured(tiny, tmp_path_factory):
     """Five steps, measured exactly after the second and the fourth; one window, twelve held-out rows."""
     folder = tmp_path_factory.mktemp("measured")
     inputs = runs.plant_inputs(folder)
-    runs.run_here(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": folder / "run"})
+    run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": folder / "run"})
     return folder / "run", inputs
 
 
@@ -119,7 +119,7 @@ def test_the_best_adapter_is_compared_with_the_sampled_base_model_and_the_best_c
 def test_evaluations_leave_no_trace_in_what_is_learned(measured, tmp_path):
     folder, inputs = measured
     off = {"EVAL_STEPS": 0, "EVAL_PROFILE": ""}
-    runs.run_here(**runs.SETTINGS | SETTINGS | inputs | off | {"OUTPUT_DIR": tmp_path / "run"})
+    run_script(**runs.SETTINGS | SETTINGS | inputs | off | {"OUTPUT_DIR": tmp_path / "run"})
     for name in (ADAPTER, "completions.csv"):
         assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
     assert [figures["step"] for figures in read_json(tmp_path / "run" / "best/best.json")["evaluated"]] == [5]
@@ -134,8 +134,8 @@ def test_a_killed_run_ends_with_the_same_figures_and_the_same_best(measured, tmp
     runs.finish(process)
     assert [figures["step"] for figures in read_json(folder / "best/best.json")["evaluated"]] == [2, 4]
     (folder / BEST).rename(folder / "best.old")  # as if killed between the two renames
-    log = runs.run_here(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": folder})
-    assert "continuing from step 3" in log
+    done = run_script(**runs.SETTINGS | SETTINGS | inputs | {"OUTPUT_DIR": folder})
+    assert "continuing from step 3" in done.stdout
     runs.assert_same_run(folder, whole)
     for name in (ADAPTER, "best.json", "README.md"):  # adapter_config.json lists modules in any order
         assert (folder / BEST / name).read_bytes() == (whole / BEST / name).read_bytes(), name

@@ -11,7 +11,7 @@ import ask
 import evaluate as ev
 import pytest
 import watch
-from helpers import QUESTION, SYSTEM, read_csv, run_python
+from helpers import QUESTION, SYSTEM, read_csv, run_python, run_script
 from runs import assert_same_run, plant_inputs, run_here
 
 from grpo.harmony import ANSWER_BEFORE
@@ -28,7 +28,7 @@ def direct_run(tmp_path_factory):
     """Four steps with all evaluations, on one window and 12 held-out rows."""
     folder = tmp_path_factory.mktemp("direct")
     settings = SETTINGS | plant_inputs(folder) | {"EVAL_STEPS": 2}
-    run_here(**settings, OUTPUT_DIR=folder / "run")
+    run_script(**settings, OUTPUT_DIR=folder / "run")
     return SimpleNamespace(folder=folder / "run", settings=settings)
 
 
@@ -88,8 +88,8 @@ def test_a_resumed_run_is_exact(direct_run, tmp_path):
     shutil.rmtree(folder / "checkpoint-4")
     for name in (COMPLETE, ADAPTER):
         (folder / name).unlink()
-    log = run_here(**direct_run.settings | {"OUTPUT_DIR": folder})
-    assert "continuing from step 2" in log
+    done = run_script(**direct_run.settings | {"OUTPUT_DIR": folder})
+    assert "continuing from step 2" in done.stdout
     assert_same_run(folder, direct_run.folder)
 
 

@@ -9,8 +9,8 @@ import signal
 import ask
 import pytest
 import watch
-from helpers import read_csv
-from runs import assert_same_run, environment, finish, go_on, has_line, run_here, start_held, wait_until
+from helpers import read_csv, run_script
+from runs import assert_same_run, environment, finish, go_on, has_line, start_held, wait_until
 
 from grpo.output.checkpoints import ROLLOUT
 from grpo.output.logs import EPISODE_COLUMNS, EPISODE_METRICS
@@ -29,14 +29,14 @@ def settings(tmp_path):
 
 def test_a_run_goes_on_in_the_middle_of_a_rollout(tmp_path, settings, capsys, forked_description):
     whole, folder = tmp_path / "whole", tmp_path / "run"
-    run_here(**environment(whole, **settings))
+    run_script(**environment(whole, **settings))
     process = start_held(folder, 3, **settings)
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: has_line(folder), process)
     go_on(folder)
     finish(process)
     assert process.returncode == 143 and (folder / "checkpoint-4" / ROLLOUT).is_file()
-    run_here(**environment(folder, **settings))
+    run_script(**environment(folder, **settings))
     assert_same_run(folder, whole)
     metrics, completions = read_csv(whole / "metrics.csv"), read_csv(whole / "completions.csv")
     assert list(metrics[0])[-len(EPISODE_METRICS) :] == list(EPISODE_METRICS)
