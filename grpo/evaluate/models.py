@@ -114,9 +114,9 @@ def attach_adapter(network: PreTrainedModel, adapter: Path) -> PeftModel:
     """The model with the adapter that PEFT saved. Raises InputError for one that was trained on another model."""
     try:
         return PeftModel.from_pretrained(network, str(adapter))
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError) as error:  # PEFT's, for tensors of other shapes and modules that are not there.
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
         fault = f"{adapter}: it is no adapter for this model ({format_exception(error)})"
         raise InputError(f"{fault}. Name the model that it was trained on with --model") from error
 

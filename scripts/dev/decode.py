@@ -7,7 +7,6 @@ of the cache of their own, except where a point lets a group share a prompt, as 
 
 import argparse
 import contextlib
-import functools
 import importlib
 import json
 import random
@@ -28,7 +27,7 @@ from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine
 from grpo.settings.environment import load_settings
 from grpo.settings.table import Settings
-from scripts.dev.harness import Function, intercept
+from scripts.dev.harness import Function, intercept, let_none_end
 from scripts.dev.kernels import KINDS, longest_kernels, read_kernels, step_bytes, step_times
 from scripts.dev.record import Figure, Json, command_with_variables, figure, package_versions, read_json, write
 
@@ -147,7 +146,7 @@ def start_alone(options: argparse.Namespace, points: Sequence[Point], whole: boo
     changes = parse_json_values(options.engine, "--engine"), parse_json_values(options.tiles, "--tiles")
     with engine_changes(*changes):
         engine = rollout_engine.start_engine(settings, plan, str(files.folder), [])
-    engine.sampling = functools.partial(engine.sampling, ignore_eos=True)
+    let_none_end(engine)
     engine.wake()
     return engine, files.config
 

@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from unittest import mock
 import torch
 
 from grpo.plan.machine import GIB
+from grpo.rollout.engine import Engine
 from grpo.settings.parsing import parse_value
 from scripts.dev.record import NOISE, split_settings
 
@@ -51,6 +53,13 @@ def occupy(leave_gib: float) -> torch.Tensor:
     """Takes all of the GPU's memory but for `leave_gib`, until the returned tensor is deleted."""
     size = int((free_gib() - leave_gib) * GIB)
     return torch.empty(max(0, size), dtype=torch.uint8, device="cuda")
+
+
+def let_none_end(engine: Engine) -> None:
+    """No completion of the engine ends before its limit: neither by the run's stop tokens nor by the one of the
+    checkpoint's config, which vLLM takes besides."""
+    engine.stop_token_ids = []
+    engine.sampling = functools.partial(engine.sampling, ignore_eos=True)
 
 
 def child_path(options: argparse.Namespace) -> Path:

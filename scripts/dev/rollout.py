@@ -3,7 +3,6 @@
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import sys
@@ -27,7 +26,7 @@ from grpo.rollout.engine import Engine, Generated
 from grpo.rollout.parity import BASE
 from grpo.rollout.sampler import Sample
 from scripts.dev import harness
-from scripts.dev.harness import CHILD, Function, free_gib, intercept, occupy
+from scripts.dev.harness import CHILD, Function, free_gib, intercept, let_none_end, occupy
 from scripts.dev.record import BENCH, Figure, Json, command_with_variables, read_json, steps_of, tabled, write
 
 SUM_PARTS = 32  # in which `bit_sums` adds up a tensor
@@ -106,8 +105,7 @@ class RunWatch:
         before = free_gib()
         engine: Engine = start_engine(*arguments)
         self.asleep_gib = before - free_gib()
-        engine.stop_token_ids = []
-        engine.sampling = functools.partial(engine.sampling, ignore_eos=True)  # That of the checkpoint's config.
+        let_none_end(engine)
         self.sum_weights(arguments[-1])
         return engine
 

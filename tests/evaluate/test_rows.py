@@ -16,9 +16,8 @@ from types import SimpleNamespace
 import ask
 import evaluate as ev
 import pytest
-from helpers import ROOT, read_csv, write_csv
+from helpers import ROOT, read_csv, run_script, write_csv
 from machines import H100
-from runs import run_here
 from stub_vllm import stub_engine
 
 from grpo.common import InputError, Problems
@@ -50,11 +49,11 @@ def weather(tiny, tmp_path_factory):
         date = f"2025-{1 + day // 28:02}-{1 + day % 28:02}"
         rows.append([date, f"Day {day}, {hour}:00, wind {wind} m/s. Will it rain?", 1 - wind / 40, wind / 40])
     data = write_csv(place / "weather.csv", HEADER, rows)
-    run_here(**SETTINGS | {"DATA": data, "OUTPUT_DIR": place / "run"})
+    done = run_script(**SETTINGS | {"DATA": data, "OUTPUT_DIR": place / "run"})
     split = hold_out(files.read_file(data, Problems()), 0.1)
     split = dataclasses.replace(split, heldout=files.in_template(split.heldout, SETTINGS["PROMPT_TEMPLATE"]))
     held = write_csv(place / "held.csv", HEADER, [[row.columns[name] for name in HEADER] for row in split.heldout])
-    return SimpleNamespace(folder=place / "run", data=data, held=held, split=split)
+    return SimpleNamespace(folder=place / "run", data=data, held=held, split=split, output=done.stdout)
 
 
 def test_a_run_on_other_data_is_judged_by_its_own_held_out_days(weather):
@@ -94,7 +93,7 @@ def test_a_run_without_a_plant_does_not_mention_one(weather):
     folder = weather.folder
     cards = [(folder / name).read_text(encoding="utf-8") for name in ("README.md", "best/README.md", "training.log")]
     report = (folder / "report.html").read_text(encoding="utf-8").partition("Glossary")[0]
-    for text in (*cards, report):
+    for text in (weather.output, *cards, report):
         assert text and not [word for word in ("plant", "closed loop", "unserved") if word in text.lower()]
     assert not (folder / "closed_loop.json").exists()
     assert weather.split.reason.partition("(")[0] in report and "Tell me. Day" in report and "Will it rain?" in report

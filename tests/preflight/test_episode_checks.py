@@ -53,6 +53,8 @@ FAULTS = {
     "worlds:Unpaid": "no reward arrives: it has neither `get_reward`",
     "worlds:Rough": "the call of leave: its process ended",
     "worlds:NoReset": "NoReset has no method `reset`",
+    "worlds:Untyped": "the method multiply needs types",
+    "worlds:Umlaut": "Harmony cannot carry the tool name 'grösse'",
     "nowhere:World": "'nowhere:World' cannot be loaded: ModuleNotFoundError",
     "worlds": "'worlds' cannot be loaded",
 }
