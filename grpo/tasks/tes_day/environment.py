@@ -28,7 +28,8 @@ class Day:
 
     `step_rewards` are minus the cost of each hour's decision against the best one in its state [kg CO2], so their sum
     is minus the day's cost against the optimum: the performance difference lemma, as in `rewards.regret`. Hours that
-    are left undecided run at level 0, and `get_reward` charges them: not to decide must not be free."""
+    are left undecided run at level 0, and `get_reward` charges each what its worst level costs: not to decide must not
+    be free. Charged as level 0, which is often best, it was: a run ended 85% of its days by calls nobody can read."""
 
     def __init__(self) -> None:
         self.step_rewards: list[float] = []
@@ -79,15 +80,24 @@ class Day:
 
     def get_reward(self) -> float:
         """The reward of the hours that no call has decided."""
-        return sum(self._decide(0)[0] for _ in range(self.hour, len(HOURS)))
+        reward = 0.0
+        while not self.done:
+            reward += float(self._rewards().min())
+            self._decide(0)
+        return reward
+
+    def _rewards(self) -> np.ndarray:
+        """The reward of each level in this hour."""
+        values = q_values(self.solution, self.hour, self.stored)
+        return (values - values.max()) * PLANT.cost_scale
 
     def _decide(self, level: int) -> tuple[float, float]:
         """Runs this hour. Returns its reward and the load that was not served [kWh]."""
-        values = q_values(self.solution, self.hour, self.stored)
+        reward = float(self._rewards()[level])
         after = step(self.stored, level, self.load[self.hour], self.co2[self.hour])
         self.stored, self.hour = float(after.energy_kwh), self.hour + 1
         self.done = self.hour == len(HOURS)
-        return float(values[level] - values.max()) * PLANT.cost_scale, float(after.unserved_kwh)
+        return reward, float(after.unserved_kwh)
 
 
 def numbers(values: Hours) -> np.ndarray:
