@@ -126,6 +126,11 @@ def learning_figures(name: str, folder: Path) -> list[Figure]:
     figures = [figure(f"{name}.learning_s", float(steps.step_s.sum()), "s", f"its {len(steps)} steps")]
     for end, part in (("first_5", steps[:5]), ("last_5", steps[-5:])):
         figures.append(figure(f"{name}.reward_{end}", float(part.reward.mean()), "reward", "sampled at 1"))
+        if "ends" in part:
+            ends = pandas.DataFrame(json.loads(counts) for counts in part.ends).sum()
+            figures.append(
+                figure(f"{name}.done_{end}", float(ends.get("done", 0) / ends.sum()), "share", "of the episodes")
+            )
     return figures
 
 

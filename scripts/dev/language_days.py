@@ -21,8 +21,8 @@ WEEKS = 100  # in which a part's days lie: intervals are over days, and need man
 
 
 def draw_day(rng: random.Random, part: str) -> tuple[Row, list[Row], list[Row]]:
-    """A day, the best calls, and for the warm-up those of a thermostat, half of them replaced by random levels. Loads
-    and stored energy vary as in data/tes_day_train.jsonl, but not those of held-out days."""
+    """A day, the best calls, and for the warm-up random ones. Loads and stored energy vary as in
+    data/tes_day_train.jsonl, but not those of held-out days."""
     start = (HELDOUT_START if part == "heldout" else TRAIN_START) + timedelta(weeks=rng.randrange(WEEKS))
     ((window, numbers),) = synthetic_windows(rng.randrange(2**31), STREAMS[part], 1, start)
     if part == "heldout":
@@ -30,13 +30,7 @@ def draw_day(rng: random.Random, part: str) -> tuple[Row, list[Row], list[Row]]:
     else:
         row = rng.choice(list(day_rows(vary_loads(window, numbers, TRAIN_FACTOR["compact"]), numbers)))
     best = decide(row, lambda day: int(q_values(day.solution, day.hour, day.stored).argmax()))
-    shown = decide(row, lambda day: thermostat(day.stored) if rng.random() < 0.5 else rng.randrange(len(PLANT.ratios)))
-    return row, calls(best.levels), calls(shown.levels)
-
-
-def thermostat(stored: float) -> int:
-    """The level that keeps the storage about half full, whatever CO2 and load are."""
-    return sum(stored < share * PLANT.capacity_kwh for share in (0.8, 0.5, 0.3))
+    return row, calls(best.levels), calls([rng.randrange(len(PLANT.ratios)) for _ in HOURS])
 
 
 def calls(levels: Sequence[int]) -> list[Row]:

@@ -12,6 +12,7 @@ from grpo.figures.text import markdown_table
 from scripts.dev.record import Json, read_lines, recorded_values
 
 RESULTS = ROOT / "docs/results/language-h200.json"
+DAYS = "language-days-h200.json"
 TASKS = {"stories": "word problems", "tickets": "tickets", "sentences": "sentences"}
 POINT = "3e-4, rank 16, 16 prompts x 8"
 # File of results -> name of a run -> what differs from `POINT`, in the order of its table.
@@ -45,7 +46,7 @@ SWEEPS = {
         "dapo": "`LOSS_TYPE=dapo`",
     },
 }
-SHOWN = 4  # completions of each task's first and last step in the docs
+SHOWN = 3  # completions of each task's first and last step in the docs
 LONGEST_TEXT = 150  # characters of a completion in the docs
 # A reason and an answer, each in its channel.
 TURN = re.compile(
@@ -80,6 +81,16 @@ def gains_table() -> str:
             rows.append([f"{words}, {seed}", *(f"{value:.2f}" for value in ends), gain, over])
     header = ["task, seed", "before", "after GRPO", "greedy", "gain of GRPO (95%)", "SFT over GRPO (95%)"]
     return table(header, rows)
+
+
+def days_table() -> str:
+    """The held-out reward of days before and after GRPO, and that of the best rule."""
+    values, rows = recorded_values(DAYS), []
+    for seed in seeds(values, "days", "grpo"):
+        name = f"days.{seed}"
+        ends = (values[f"{name}.{of}"] for of in ("start", "grpo", "grpo.greedy", "rule"))
+        rows.append([str(seed), *(f"{value:.2f}" for value in ends), with_ends(values, f"{name}.grpo_over_rule")])
+    return table(["seed", "before", "after GRPO", "greedy", "best rule", "GRPO over the rule (95%)"], rows)
 
 
 def sweep_table(results: str) -> str:

@@ -150,6 +150,7 @@ GENERATED: dict[str, dict[str, Callable[[], str]]] = {
             for results in language_tables.SWEEPS
         },
         "gains": language_tables.gains_table,
+        "days": language_tables.days_table,
         "completions": language_tables.completions_table,
     },
     "docs/report.md": {"exit codes": exit_codes},

@@ -6,13 +6,15 @@ import random
 import re
 
 import language
+import pandas
 import pytest
 from runs import child_here
 
 from grpo.common import InputError
+from grpo.output.layout import LOGS
 from rewards import gsm8k
 from scripts.dev import language_tables, record
-from scripts.dev.language_days import decide, rule_rewards, thermostat
+from scripts.dev.language_days import decide, rule_rewards
 from scripts.dev.language_reward import obeys
 from scripts.dev.language_rows import TASKS, TEXTS, half, write_rows
 
@@ -64,7 +66,6 @@ def test_best_days_cost_nothing_and_those_of_the_warm_up_much_more_than_the_best
     assert max(map(abs, best)) < 1e-6 and name == "charge_when_clean"
     assert mean(warmup) < 3 * mean(by_rule) < 0
     assert len({row["date"] for row in rows}) > 0.8 * len(rows), "intervals are over days"
-    assert [thermostat(stored) for stored in (0, 89, 91, 149, 151, 239, 241, 300)] == [3, 3, 2, 2, 1, 1, 0, 0]
     assert rows[0] == TASKS["days"].draw(random.Random(0), "heldout")[0]
 
 
@@ -125,8 +126,21 @@ def test_all_stages_on_the_tiny_model(tmp_path, monkeypatch):
     assert all(row["prompt"].endswith("[3] accounts?") for row in rows)
 
 
+def test_a_run_of_episodes_has_the_share_that_was_played_to_its_end(tmp_path):
+    ends = [{"done": 3, "turn_len": 1}, {"done": 3, "turns": 5}, *[{"turns": 4}] * 5]
+    steps = [{"step": n, "reward": -n, "step_s": 2.0, "ends": json.dumps(counts)} for n, counts in enumerate(ends)]
+    pandas.DataFrame(steps).to_csv(tmp_path / LOGS[0], index=False)
+    values = {figure["name"]: figure["value"] for figure in language.learning_figures("days.1.grpo", tmp_path)}
+    assert values["days.1.grpo.done_first_5"] == 6 / 24 and values["days.1.grpo.done_last_5"] == 0
+    assert values["days.1.grpo.learning_s"] == 14 and values["days.1.grpo.reward_first_5"] == -2
+
+
 def test_tables_show_recorded_figures():
     values = record.recorded_values(language_tables.RESULTS.name)
     assert language_tables.seeds(values, "stories", "grpo") == [1, 2, 3]
     assert f"{values['stories.1.grpo.gain']:+.2f}" in language_tables.gains_table()
+    days = record.recorded_values(language_tables.DAYS)
+    assert (
+        f"| {days['days.2.grpo']:.2f} |" in language_tables.days_table() and "(-1.87 to" in language_tables.days_table()
+    )
     assert language_tables.completions_table().count("| before |") == 3 * language_tables.SHOWN
