@@ -28,8 +28,6 @@ tokens at once; then the same with turns of 20 tokens, which a call in the plant
 `decode` starts vLLM alone and measures its decoding steps, then profiles 30 of them: time by kind of kernel, beside the
 bytes that a step must move.
 
-`tails` starts vLLM alone and measures rollouts of very different lengths, of 96, 192 and 384 completions.
-
 The JSON holds `command, machine, date, versions, commit, figures: [{name, value, unit, note}]`. For a command of
 docs/results that is gone, the commit that its JSON names has the code.
 """
@@ -52,7 +50,7 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
     """Adds a command with the options that commands share; with `model` also those of a checkpoint on a GPU."""
     command = commands.add_parser(name, help=text)
     command.add_argument("--out", required=True, help="JSON to write")
-    if name not in ("turns", "tails"):
+    if name != "turns":
         about_run = "folder of the traces" if name == "decode" else "OUTPUT_DIR of the runs; deleted first"
         command.add_argument("--run", default=f"runs/bench-{name}", help=f"{about_run} (default %(default)s)")
     settings: dict[str, Any] = {"type": parse_assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
@@ -64,17 +62,14 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
     return command
 
 
-def add_engine_options(command: argparse.ArgumentParser, trials: int = 0) -> None:
-    """Adds the options of a measurement that starts vLLM without a run: no rows, but any argument of vLLM; with a
-    default number of `trials` also theirs."""
+def add_engine_options(command: argparse.ArgumentParser, trials: int) -> None:
+    """Adds the options of a measurement that starts vLLM without a run: no rows, but any argument of vLLM, and a number
+    of `trials`."""
     command.add_argument("--model", required=True, help="checkpoint folder")
     values: dict[str, Any] = {"action": "append", "default": [], "metavar": "NAME=JSON"}
     command.add_argument("--engine", help="an argument of vllm.LLM; an object joins the one that is there", **values)
-    about_tiles = "a constraint of triton_kernels' tiles for the experts' products, such as num_stages=3"
-    command.add_argument("--tiles", help=about_tiles, **values)
-    if trials:
-        text = "trials, beside one that does not count (default %(default)s)"
-        command.add_argument("--trials", type=int, default=trials, help=text)
+    text = "trials, beside one that does not count (default %(default)s)"
+    command.add_argument("--trials", type=int, default=trials, help=text)
 
 
 def parse_args() -> argparse.Namespace:
@@ -91,20 +86,15 @@ def parse_args() -> argparse.Namespace:
     mismatch.add_argument("--faults", nargs="+", metavar="NAME", help="only these, in this order (default: all)")
     mismatch.add_argument("--cpu", action="store_true", help="with vLLM's CPU build (scripts/dev/cpu_vllm.py)")
     turns = add_command(commands, "turns", "episodes of 24 short turns in vLLM, against one answer", False)
-    add_engine_options(turns, trials=2)
+    add_engine_options(turns, 2)
     about_tokens = "mean tokens of a turn, each measured by itself (default 64 20)"
     turns.add_argument("--tokens", help=about_tokens, nargs="+", type=int, default=[64, 20])
     decode = add_command(commands, "decode", "vLLM's decoding steps, profiled by kind of kernel", False)
-    add_engine_options(decode, trials=3)
+    add_engine_options(decode, 3)
     about_points = "SEQUENCESxPROMPTxTOKENS[xGROUP], GROUP behind each prompt (default 96x940x512x8 and two of 4)"
     points: dict[str, Any] = {"nargs": "+", "metavar": "POINT", "default": ["96x940x512x8", "4x940x200", "4x60000x200"]}
     decode.add_argument("--points", help=about_points, **points)
     decode.add_argument("--steps", type=int, default=30, help="steps that are profiled (default %(default)s)")
-    tails = add_command(commands, "tails", "rollouts of very different lengths, and of equal ones", False)
-    add_engine_options(tails)
-    tails.add_argument("--limit", type=int, default=3200, help="tokens at which lengths are cut (default %(default)s)")
-    about_learning = "seconds of learning from a completion (default %(default)s, an H200's)"
-    tails.add_argument("--learn-s", type=float, default=0.17, help=about_learning)
     options = parser.parse_args()
     if unknown := [name for name, _ in options.set if name not in FIELDS]:
         parser.error(f"{', '.join(unknown)}: no setting has this name (docs/settings.md)")

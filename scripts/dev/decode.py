@@ -7,7 +7,6 @@ of the cache of their own, except where a point lets a group share a prompt, as 
 
 import argparse
 import contextlib
-import importlib
 import json
 import random
 import time
@@ -69,14 +68,13 @@ def parse_point(text: str) -> Point:
     return point
 
 
-def parse_json_values(texts: Sequence[str], option: str) -> Json:
-    """The values of an option that may come several times, each NAME=JSON; what is no JSON is a text. Raises
-    InputError."""
+def parse_json_values(texts: Sequence[str]) -> Json:
+    """The arguments of --engine, each NAME=JSON; what is no JSON is a text. Raises InputError."""
     values: Json = {}
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign:
-            raise InputError(f"{option} {text}: not NAME=VALUE")
+            raise InputError(f"--engine {text}: not NAME=VALUE")
         values[name] = value
         with contextlib.suppress(ValueError):
             values[name] = json.loads(value)
@@ -107,8 +105,8 @@ def plan_points(
 
 
 @contextlib.contextmanager
-def engine_changes(arguments: Json, tiles: Json) -> Iterator[None]:
-    """In the block an engine starts with other arguments of vllm.LLM, and with constraints of triton_kernels' tiles."""
+def engine_changes(arguments: Json) -> Iterator[None]:
+    """In the block an engine starts with other arguments of vllm.LLM."""
 
     def change(engine_arguments: Function, *words: Any) -> Json:
         changed: Json = engine_arguments(*words)
@@ -118,19 +116,7 @@ def engine_changes(arguments: Json, tiles: Json) -> Iterator[None]:
             changed[name] = value
         return changed
 
-    def constrain(patch_kernels: Function) -> None:
-        patch_kernels()
-        if tiles:
-            flags: Any = importlib.import_module("triton_kernels.matmul_ogs_details.opt_flags")
-            update = flags.update_opt_flags_constraints
-            # vLLM sets constraints of its own while it loads weights, split_k=1 on Hopper.
-            flags.update_opt_flags_constraints = lambda own: update({**own, **tiles})
-            flags.update_opt_flags_constraints({})
-
-    with (
-        intercept(rollout_engine, "engine_arguments", change),
-        intercept(rollout_engine, "patch_kernels", constrain),
-    ):
+    with intercept(rollout_engine, "engine_arguments", change):
         yield
 
 
@@ -143,8 +129,7 @@ def start_alone(options: argparse.Namespace, points: Sequence[Point], whole: boo
         raise InputError(*problems)
     settings = replace(settings, ROLLOUT_SYNC=settings.ROLLOUT_SYNC or "merge")
     plan = plan_points(settings, files.config, read_machine(), points, whole)
-    changes = parse_json_values(options.engine, "--engine"), parse_json_values(options.tiles, "--tiles")
-    with engine_changes(*changes):
+    with engine_changes(parse_json_values(options.engine)):
         engine = rollout_engine.start_engine(settings, plan, str(files.folder), [])
     let_none_end(engine)
     engine.wake()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench.py decode` and `bench.py tails`: how kernels are counted, what a step must move, and what long tails cost."""
+"""`bench.py decode`: how kernels are counted, and what a step must move."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from grpo.plan.hub import REAL_CONFIG
 from grpo.plan.machine import GIB
 from grpo.rollout import engine as rollout_engine
 from grpo.settings.table import Settings
-from scripts.dev import decode, tails
+from scripts.dev import decode
 from scripts.dev.decode import Point, parse_json_values, parse_point
 from scripts.dev.kernels import Kernel, kind_of, longest_kernels, read_kernels, step_bytes, step_times
 
@@ -98,10 +98,10 @@ def test_points_and_values_are_read():
     for text in ("96", "96x940", "4x9x-5", "4x9x20x3", "4x0x20", "4x9x3", "1x2x30x4x5", "axbxc"):
         with pytest.raises(InputError, match=text):
             parse_point(text)
-    values = parse_json_values(["a=1", 'b={"c": 2}', "d=raw_logprobs"], "--engine")
+    values = parse_json_values(["a=1", 'b={"c": 2}', "d=raw_logprobs"])
     assert values == {"a": 1, "b": {"c": 2}, "d": "raw_logprobs"}
     with pytest.raises(InputError, match="--engine a"):
-        parse_json_values(["a"], "--engine")
+        parse_json_values(["a"])
 
 
 def test_only_a_group_shares_its_prompt():
@@ -123,17 +123,10 @@ def test_the_engine_holds_every_point():
 
 def test_arguments_of_vllm_can_be_changed(monkeypatch):
     own = {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "sizes": [1]}, "seed": 1}
-    calls = []
-    flags = SimpleNamespace(update_opt_flags_constraints=calls.append)
-    monkeypatch.setitem(sys.modules, "triton_kernels.matmul_ogs_details.opt_flags", flags)
     monkeypatch.setattr(rollout_engine, "engine_arguments", lambda *words: dict(own))
-    monkeypatch.setattr(rollout_engine, "patch_kernels", lambda: calls.append("patched"))
-    with decode.engine_changes({"compilation_config": {"cudagraph_mode": "FULL"}, "block_size": 32}, {"split_k": 2}):
+    with decode.engine_changes({"compilation_config": {"cudagraph_mode": "FULL"}, "block_size": 32}):
         changed = rollout_engine.engine_arguments("settings")
-        rollout_engine.patch_kernels()
-    flags.update_opt_flags_constraints({"split_k": 1, "block_m": 16})  # as vLLM does later
     assert changed == {"compilation_config": {"cudagraph_mode": "FULL", "sizes": [1]}, "seed": 1, "block_size": 32}
-    assert calls == ["patched", {"split_k": 2}, {"split_k": 2, "block_m": 16}]
     assert rollout_engine.engine_arguments() == own
 
 
@@ -147,7 +140,7 @@ def test_an_engine_starts_as_a_run_starts_it(monkeypatch):
 
     monkeypatch.setattr(rollout_engine, "start_engine", start)
     monkeypatch.setattr(decode, "read_machine", lambda: H100)
-    options = argparse.Namespace(model="tiny", set=[("VLLM_EAGER", "1")], engine=[], tiles=[])
+    options = argparse.Namespace(model="tiny", set=[("VLLM_EAGER", "1")], engine=[])
     started, config = decode.start_alone(options, [Point(8, 20, 30, 4)])
     assert started.sampling(n=1) == {"n": 1, "ignore_eos": True} and config["vocab_size"] == 792
     assert calls == [("merge", True, 8, []), "awake"]
@@ -247,75 +240,19 @@ def test_figures_of_a_point_have_its_kinds_and_its_kernels():
     assert len(no_gpu) == 4
 
 
-def test_lengths_are_those_that_were_counted():
-    fit = tails.fit_lengths(3200, 0.28, 1450)
-    assert (2.718281828**fit.mean, fit.stdev) == (pytest.approx(1960, abs=1), pytest.approx(0.841, abs=0.001))
-    lengths = tails.tail_lengths(96, 3200, 0)
-    assert len(lengths) == 96 and sum(length == 3200 for length in lengths) == 27 and lengths != sorted(lengths)
-    ended = sorted(length for length in lengths if length < 3200)
-    assert ended[len(ended) // 2] == pytest.approx(1450, rel=0.02)
-    assert ended[int(0.95 * len(ended))] == pytest.approx(2650, rel=0.12), "not fitted, but nearly right"
-    assert sorted(tails.tail_lengths(96, 3200, 1)) == sorted(lengths) and max(tails.tail_lengths(96, 16_384, 1)) > 9000
-    equal = tails.equal_lengths(lengths)
-    assert sum(equal) == sum(lengths) and max(equal) - min(equal) <= 1 and len(equal) == 96
-
-
-@pytest.mark.parametrize(
-    ("ends", "part", "share"),
-    [
-        ([5.0] * 4, 1 / 2, 0.0),
-        ([1.0, 2.0, 3.0, 10.0], 1 / 2, 0.7),  # With the third end a single one is left.
-        ([1.0, 2.0, 3.0, 10.0], 1 / 4, 0.0),  # One of four is not fewer than a quarter.
-        ([8.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 10.0], 1 / 4, 0.2),
-    ],
-)
-def test_share_of_time_with_few_left(ends, part, share):
-    assert tails.share_below(ends, part) == pytest.approx(share)
-
-
-def test_learning_takes_groups_as_they_end():
-    ends = [1.0, 4.0, 10.0, 2.0]  # groups of two end at 4 and at 10
-    assert tails.end_of_learning(ends, 1.0, 2) == 12, "the first group is learned from beside the second one's tail"
-    assert tails.end_of_learning(ends, 4.0, 2) == 20, "it waits for the first group's learning"
-    assert tails.end_of_learning([10.0] * 4, 1.0, 2) == 14, "without a tail nothing is saved"
-
-
-def test_larger_rollouts_are_compared_by_step():
-    ends = {96: [10.0] * 95 + [40.0], 192: [12.0] * 191 + [44.0]}
-    values = tails.tail_values(ends, {96: 4000, 192: 8800}, 0.25)
-    assert values["step_s_96"] == 40 + 24 and values["step_s_192"] == 22 + 24
-    assert values["gain_192"] == pytest.approx(100 * (1 - 46 / 64)) and "gain_96" not in values
-    assert values["tail_tok_s_96"] == 100 and values["below_half_96"] == 75
-    # Eleven of twelve groups are learned from beside the tail.
-    assert values["overlap_s_96"] == 42 and values["gain_overlap_96"] == pytest.approx(100 * 22 / 64)
-
-
-def test_tails_play_each_size(clock, monkeypatch):
-    for name, value in {"STEP": 16, "SIZES": (16, 32), "WARMUP": 3}.items():
-        monkeypatch.setattr(tails, name, value)
-    engine = StandIn()
-    values = tails.measure(engine, 100, 50, 0.1)
-    assert engine.count == 16 + 32 + 16 + 16 + 32 and values["tokens_mean"] == 50 and values["step_s_32"] > 0
-
-
-@pytest.mark.parametrize("command", ["decode", "tails"])
-def test_commands_write_their_figures(command, clock, monkeypatch, tmp_path):
-    module = {"decode": decode, "tails": tails}[command]
+def test_the_command_writes_its_figures(clock, monkeypatch, tmp_path):
     engine = StandIn()
     engine.backends = {"experts": "TRITON"}
     monkeypatch.setenv("BENCH_COMMIT", "c1")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(module, "start_alone", lambda options, points, whole=True: (engine, REAL_CONFIG))
+    monkeypatch.setattr(decode, "start_alone", lambda options, points: (engine, REAL_CONFIG))
     monkeypatch.setattr(decode, "measure_bandwidth", lambda: 4e12)
     monkeypatch.setattr(decode, "profile_point", lambda *words: words[-1].write_text(json.dumps(TRACE)) and 2.0)
-    words = ["bench.py", command, "--model", "M", "--out", f"{tmp_path}/out.json"]
-    more = ["--points", "4x10x20", "--run", str(tmp_path)] if command == "decode" else ["--limit", "60"]
-    monkeypatch.setattr(sys, "argv", [*words, *more])
+    words = ["bench.py", "decode", "--model", "M", "--out", f"{tmp_path}/out.json"]
+    monkeypatch.setattr(sys, "argv", [*words, "--points", "4x10x20", "--run", str(tmp_path)])
     options: argparse.Namespace = bench.parse_args()
-    assert getattr(module, f"bench_{command}")(options) == 0
+    assert decode.bench_decode(options) == 0
     record = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert record["versions"]["vllm experts"] == "TRITON"
     assert "VLLM_USE_V2_MODEL_RUNNER=1" in record["command"].partition(" python bench.py ")[0]
-    names = {row["name"] for row in record["figures"]}
-    expected = {"tok_s_4x10x20", "gaps_ms_4x10x20"} if command == "decode" else {"tail_tok_s_384", "gain_overlap_96"}
-    assert expected <= names
+    assert {"tok_s_4x10x20", "gaps_ms_4x10x20"} <= {row["name"] for row in record["figures"]}
