@@ -156,7 +156,7 @@ def train(resolved: ResolvedRun) -> Finished:
     transformers.utils.logging.disable_default_handler()  # The messages of transformers go into training.log.
     transformers.utils.logging.enable_propagation()
 
-    tokenizer, model = load_to_train(s, model_path, files.config, run.attention, run.plan)
+    tokenizer, model = load_to_train(s, model_path, files.config, s.ATTN_IMPL, run.plan)
     options, output_dir = grpo_options(s, torch.cuda.is_available(), resolved.reward_specs), run.folder
     if ranks.rank:  # Only rank 0 writes into OUTPUT_DIR.
         output_dir = scratch_folder()

@@ -45,14 +45,13 @@ def build(settings, tiny, folder, ranks=None, rows=None):
     rows = rows or four_rows()
     specs = reward_specs(choose_rewards(settings.REWARDS, rows, settings.ENVIRONMENT).value)
     scale, high = choose_scale_rewards(settings.SCALE_REWARDS).value, choose_epsilon_high(settings).value
-    settings = dataclasses.replace(settings, SCALE_REWARDS=scale, EPSILON_HIGH=high)
+    chosen = {"SCALE_REWARDS": scale, "EPSILON_HIGH": high, "ATTN_IMPL": "eager", "PACKING": "prefix"}
+    settings = dataclasses.replace(settings, **chosen)
     resolved = SimpleNamespace(
         settings=settings,
         rows=rows,
         plan=Plan(weights=0.0, learning=0.0, micro_batch=settings.MICRO_BATCH or 2, generation_batch=4),
         state=RunState(folder),
-        attention="eager",
-        packing="prefix",
         ranks=ranks or Ranks(),
         closed_loop=SimulationPlan(),
         reward_specs=specs,
@@ -191,7 +190,7 @@ def loss_and_gradients(trainer, inputs, micro_batch=None, packing=None, plain=Fa
         loss.backward()
     else:
         run.resolved.plan = dataclasses.replace(run.plan, micro_batch=micro_batch or run.plan.micro_batch)
-        run.resolved.packing = packing or run.packing
+        run.resolved.settings = dataclasses.replace(s, PACKING=packing or s.PACKING)
         loss = trainer.learn(trainer.model, inputs, answers)
     return loss.item(), gradient_of(trainer)
 

@@ -45,15 +45,5 @@ class RunContext:
         return self.resolved.state.folder
 
     @property
-    def attention(self) -> str:
-        """The learner's attention, as ATTN_IMPL names it."""
-        return self.resolved.attention
-
-    @property
-    def packing(self) -> str:
-        """`prefix` or `none`."""
-        return self.resolved.packing
-
-    @property
     def ranks(self) -> Ranks:
         return self.resolved.ranks

@@ -87,7 +87,7 @@ class Learner(GRPOTrainer):
         names = ("kl", "clip_ratio/region_mean") if self.beta else ("clip_ratio/region_mean",)
         for rows, packed in with_progress("learning", self.micro_batches(batch), "micro-batch", first_s=LINE_S):
             with self.accelerator.autocast():
-                states = hidden_states(base, packed, self.run.attention)
+                states = hidden_states(base, packed, s.ATTN_IMPL)
                 # The backward pass of head and loss comes first: their memory is freed before the layers need theirs.
                 leaf = states.detach().requires_grad_()
                 token_logps, entropy = self.compute_logps(base, leaf, packed.targets)
@@ -133,7 +133,8 @@ class Learner(GRPOTrainer):
 
     def micro_batches(self, batch: Batch) -> Iterator[tuple[Tensor, PackedBatch]]:
         """The micro-batches of this rank's completions: their indices (b,) in `batch`, and the completions packed."""
-        s, share, one_row = self.run.settings, self.run.packing == "prefix", self.run.attention in KERNELS
+        s = self.run.settings
+        share, one_row = s.PACKING == "prefix", s.ATTN_IMPL in KERNELS
         rank_rows = self.run.ranks.share_out(len(batch["prompt_ids"]), s.NUM_GENERATIONS)
         tokens = []
         for kind in ("prompt", "completion"):
@@ -184,7 +185,7 @@ class Learner(GRPOTrainer):
             for rows, packed in with_progress("expected rewards", micro_batches, "micro-batch", first_s=LINE_S):
                 if len(packed.targets):
                     with self.accelerator.autocast():
-                        states = hidden_states(base, packed, self.run.attention)
+                        states = hidden_states(base, packed, self.run.settings.ATTN_IMPL)
                     probabilities[rows] = self.action_probabilities(base, states, packed, answers[rows], mask[rows])
         return probabilities
 
@@ -250,7 +251,7 @@ class Learner(GRPOTrainer):
         with contextlib.nullcontext() if with_adapter else policy.disable_adapter(), evaluating(base):
             for rows, packed in self.micro_batches(batch):
                 with self.accelerator.autocast():
-                    states = hidden_states(base, packed, self.run.attention)
+                    states = hidden_states(base, packed, self.run.settings.ATTN_IMPL)
                     token_logps, _ = self.compute_logps(base, states, packed.targets)
                 logps[rows] = padded_like(batch["completion_mask"][rows], packed, token_logps)
         sum_over_ranks(self.run.ranks, [logps])

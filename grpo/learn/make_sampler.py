@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
@@ -23,20 +23,20 @@ def make_sampler(
     run: RunContext,
     policy: PeftModel,
     tokenizer: PreTrainedTokenizerBase,
-    stops: Sequence[int],
+    stops: list[int],
     autocast: Callable[[], contextlib.AbstractContextManager[object]],
 ) -> RankedSampler:
     """By DIRECT_ANSWERS a choice of tokens, else vLLM if the run has it, else transformers. `autocast` makes the
     context in which the learner's own passes run."""
-    base, share = unwrap_peft(policy), run.packing == "prefix"
+    s, base, share = run.settings, unwrap_peft(policy), run.settings.PACKING == "prefix"
 
     def token_limit(longest_prompt: int) -> int:
-        return micro_batch_tokens(run.settings, run.plan.micro_batch, longest_prompt, share)
+        return micro_batch_tokens(s, run.plan.micro_batch, longest_prompt, share)
 
     sampler: Sampler
-    if run.settings.DIRECT_ANSWERS:
+    if s.DIRECT_ANSWERS:
         actions = action_tokens(tokenizer, max(len(row.rewards) for row in run.rows))
-        sampler = DirectSampler(base, policy, tokenizer, actions, run.attention, token_limit, share, autocast)
+        sampler = DirectSampler(base, policy, tokenizer, actions, s.ATTN_IMPL, token_limit, share, autocast)
     elif run.engine is not None:
         sampler = VllmSampler(run.engine, policy)
     else:

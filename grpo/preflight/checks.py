@@ -264,7 +264,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     # No Hub kernel is known to handle attention sinks in its backward pass
     # (https://huggingface.co/kernels-community/vllm-flash-attn3/discussions/3). For a gpt-oss, transformers loads
     # vllm-flash-attn3 in place of any other kernel with `flash` in its name.
-    if "/" in (name := resolved.attention):
+    if "/" in (name := resolved.settings.ATTN_IMPL):
         warnings.append(f"ATTN_IMPL={name}: its gradients may be wrong (attention sinks). Use ATTN_IMPL=torch_flash")
     merged = merge_rank_problems(resolved, problems)
     return dataclasses.replace(resolved, problems=merged, warnings=tuple(warnings), trial=trial)

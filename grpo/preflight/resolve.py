@@ -143,14 +143,6 @@ class ResolvedRun(Facts):
         return dataclasses.replace(self.asked, **{name: getattr(self.settings, name) for name in KEPT_CHOICES})
 
     @property
-    def attention(self) -> str:
-        return self.settings.ATTN_IMPL
-
-    @property
-    def packing(self) -> str:
-        return str(self.settings.PACKING)
-
-    @property
     def use_vllm(self) -> bool:
         return bool(self.settings.USE_VLLM)
 

@@ -103,7 +103,6 @@ class MismatchCheck:
         run = trainer.run
         self.settings: Settings = run.settings
         self.engine: Engine = run.engine
-        self.attention: str = run.attention
         self.results: list[dict[str, str | float]] = run.parity
         self.policy: PeftModel = trainer.model
         self.autocast = trainer.accelerator.autocast
@@ -224,9 +223,9 @@ class MismatchCheck:
         """The trainer's log-probs of tokens `first[i]`.. of each row, in order: (N,), float32 on the CPU."""
         base, logps = unwrap_peft(self.policy), []
         for row, start in zip(rows, first, strict=True):
-            packed = pack_batch([row[:start]], [row[start:]], True, self.attention in KERNELS, base.device)
+            packed = pack_batch([row[:start]], [row[start:]], True, self.settings.ATTN_IMPL in KERNELS, base.device)
             with torch.no_grad(), self.autocast():
-                states = hidden_states(base, packed, self.attention)
+                states = hidden_states(base, packed, self.settings.ATTN_IMPL)
                 logits = base.get_output_embeddings()(states).float() / temperature
             logps.append(logits.log_softmax(-1).gather(1, packed.targets[:, None])[:, 0].cpu())
         return torch.cat(logps)

@@ -32,7 +32,7 @@ def direct_trainer(tiny, folder, tables=TABLES, ranks=None, **changes):
 def step_gradient(trainer, micro_batch=4, packing="prefix"):
     """The gradient of a whole step over all rows, choosing included, as one vector."""
     trainer.run.resolved.plan = dataclasses.replace(trainer.run.plan, micro_batch=micro_batch)
-    trainer.run.resolved.packing = packing
+    trainer.run.resolved.settings = dataclasses.replace(trainer.run.settings, PACKING=packing)
     trainer.model.zero_grad()
     trainer.training_step(trainer.model, [{"prompt": row.prompt, "row": n} for n, row in enumerate(trainer.run.rows)])
     return gradient_of(trainer)

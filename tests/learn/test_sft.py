@@ -131,7 +131,8 @@ def test_what_sft_refuses(runs, tmp_path, monkeypatch):
     for unused in ({}, rollouts):
         resolved, _ = sft_preflight(ENVIRON | {"DATA": str(texts)} | unused, tmp_path / "out")
         assert not resolved.problems, "it needs no rewards, rollouts and evaluations"
-        assert (resolved.attention, resolved.packing, resolved.use_vllm) == ("eager", "none", False)
+        s = resolved.settings
+        assert (s.ATTN_IMPL, s.PACKING, s.USE_VLLM) == ("eager", "none", False)
         assert unused.get("ATTN_IMPL", "auto") == resolved.recorded.ATTN_IMPL and "REWARDS" not in resolved.choices
 
 

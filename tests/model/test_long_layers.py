@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers in chunks of tokens: the same loss and gradients in less memory, and without computing a chunk in vain."""
 
+import dataclasses
 import weakref
 
 import pytest
@@ -31,7 +32,7 @@ def trainer_with(tiny, folder, monkeypatch, experts, **settings):
 def use_kernel(trainer, kernel, monkeypatch):
     """Lets the trainer's model compute attention with the flash `kernel`, over a single row."""
     monkeypatch.setitem(attention.KERNELS, "torch_flash", lambda: kernel)
-    trainer.run.resolved.attention = "torch_flash"
+    trainer.run.resolved.settings = dataclasses.replace(trainer.run.settings, ATTN_IMPL="torch_flash")
     unwrap_peft(trainer.model).set_attn_implementation(install_attention("torch_flash"))
 
 
