@@ -178,12 +178,13 @@ class Sampler(ABC):
             return session.complete(prompts)
 
 
+@dataclass
 class VllmSampler(Sampler):
     """The `engine`, which sleeps while the trainer learns and gets the adapter of its `policy` for each session. Raises
     EngineError."""
 
-    def __init__(self, engine: Engine, policy: PeftModel):
-        self.engine, self.policy = engine, policy
+    engine: Engine
+    policy: PeftModel
 
     @contextlib.contextmanager
     def session(self, sampling: Sampling) -> Iterator[Session]:
@@ -196,11 +197,12 @@ class VllmSampler(Sampler):
         self.engine.sleep()
 
 
+@dataclass
 class AwakeVllmSampler(Sampler):
     """An `engine` without a trainer beside it, which stays awake, and the folder of a saved `adapter`."""
 
-    def __init__(self, engine: Engine, adapter: Path | None):
-        self.engine, self.adapter = engine, adapter
+    engine: Engine
+    adapter: Path | None
 
     @contextlib.contextmanager
     def session(self, sampling: Sampling) -> Iterator[Session]:
@@ -227,21 +229,15 @@ def engine_samples(engine: Engine, prompts: Sequence[Tokens], sampling: Sampling
         yield Sample(tokens, logps[n] if sampling.with_logps else None)
 
 
+@dataclass
 class TransformersSampler(Sampler):
-    """`generate` of transformers, with eager attention, which is exact at any length; `at_once` prompts at a time.
+    """`generate` of transformers, with eager attention, which is exact at any length; `at_once` prompts at a time."""
 
-    `network` is the gpt-oss into which PEFT puts the adapter, `policy` the same with the adapter if there is one."""
-
-    def __init__(
-        self,
-        network: PreTrainedModel,
-        policy: PeftModel | None,
-        tokenizer: PreTrainedTokenizerBase,
-        stops: Sequence[int],
-        at_once: int,
-    ):
-        self.network, self.policy, self.tokenizer = network, policy, tokenizer
-        self.stops, self.at_once = list(stops), at_once
+    network: PreTrainedModel  # the gpt-oss into which PEFT puts the adapter
+    policy: PeftModel | None  # the same with the adapter, if there is one
+    tokenizer: PreTrainedTokenizerBase
+    stops: list[int]
+    at_once: int
 
     @contextlib.contextmanager
     def session(self, sampling: Sampling) -> Iterator[Session]:
@@ -272,25 +268,21 @@ class TransformersSampler(Sampler):
                     phase.done += 1
 
 
+@dataclass
 class DirectSampler(Sampler):
     """The choice of one token behind each prompt (DIRECT_ANSWERS), from a pass of the learner's own model.
 
     `actions` are the tokens whose probabilities samples have; `token_limit` says how many tokens a pass may take, given
     the length of the longest prompt."""
 
-    def __init__(
-        self,
-        network: PreTrainedModel,
-        policy: PeftModel | None,
-        tokenizer: PreTrainedTokenizerBase,
-        actions: Sequence[int],
-        attention: str,
-        token_limit: Callable[[int], int],
-        share: bool = True,
-        autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    ):
-        self.network, self.policy, self.tokenizer, self.actions = network, policy, tokenizer, actions
-        self.attention, self.token_limit, self.share, self.autocast = attention, token_limit, share, autocast
+    network: PreTrainedModel
+    policy: PeftModel | None
+    tokenizer: PreTrainedTokenizerBase
+    actions: Sequence[int]
+    attention: str
+    token_limit: Callable[[int], int]
+    share: bool = True
+    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
     @contextlib.contextmanager
     def session(self, sampling: Sampling) -> Iterator[Session]:
