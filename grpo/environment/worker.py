@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo.common import format_exception, one_line, text_of, without_surrogates
-from grpo.environment.calls import TOOL_NAME
+from grpo.environment.calls import TOOL_NAME, error_text
 from grpo.process.child import end_with_parent
 from grpo.reward.loading import load_object
 from grpo.settings.table import MOST_REWARD
@@ -122,10 +122,9 @@ class Host:
             value, is_error = self.run(getattr(self.environment, name), **arguments), False
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=text_of)
         except Exception as error:
-            message, is_error = text_of(error) or type(error).__name__, True
-            text = json.dumps({"error": message}, ensure_ascii=False)
-        reward = self.new_rewards()
-        return Reply(text=text[:MOST_TEXT], is_error=is_error, done=self.is_done(), reward=reward)
+            text, is_error = error_text(text_of(error) or type(error).__name__), True
+        reward, done = self.new_rewards(), bool(getattr(self.environment, "done", False))
+        return Reply(text=text[:MOST_TEXT], is_error=is_error, done=done, reward=reward)
 
     def finish(self, wants_copy: bool) -> Reply:
         """The episode's reward, None without `get_reward`, and a copy of the environment if it is wanted."""
@@ -133,9 +132,6 @@ class Host:
         if callable(getattr(self.environment, "get_reward", None)):
             reward = number(self.run(self.environment.get_reward), "get_reward returned")
         return Reply(reward=reward, copy=copy_of(self.environment) if wants_copy else b"")
-
-    def is_done(self) -> bool:
-        return bool(getattr(self.environment, "done", False))
 
     def new_rewards(self) -> float | None:
         """The sum of the `step_rewards` that came since the last call; None if the environment has no such list."""

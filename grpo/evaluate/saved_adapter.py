@@ -71,8 +71,7 @@ def recorded_settings(adapter: Path | None, environ: Mapping[str, str]) -> dict[
 
 def commit_of_run(adapter: Path | None, model_id: str) -> str | None:
     """The Hub's commit of `model_id` on which the run of the adapter trained, from the same settings.json."""
-    record = run_record(adapter)
-    return model_commit(record, model_id) if record else None
+    return model_commit(run_record(adapter), model_id)
 
 
 def load_run_settings(adapter: Path | None, **changes: str | None) -> tuple[Settings, Problems]:

@@ -19,7 +19,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, reflow
 from grpo.data.heldout import MOST_HELD_OUT
-from grpo.figures.text import markdown_table
 from grpo.output.logs import COMPLETIONS, EPISODE_COLUMNS, EPISODE_METRICS, METRICS
 from grpo.plan.cards import (
     CARDS,
@@ -43,9 +42,9 @@ from grpo.settings.help import setting_rows
 from grpo.settings.parsing import MAY_CHANGE
 from grpo.settings.table import Settings
 from scripts.dev import architecture, language_tables
+from scripts.dev.language_tables import table
 
 LENGTHS = (SHORT, LONG)  # of the completions in the README's table of cards
-table = functools.partial(markdown_table, longest_cell=2000)  # More than any cell has: nothing is cut.
 
 
 def settings_tables() -> str:

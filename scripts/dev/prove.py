@@ -36,7 +36,7 @@ from grpo.common import ROOT, reflow
 from grpo.process.ending import run_script
 from scripts.dev.record import parse_assignment
 
-RECIPE = ("seconds", "steps", "windows", "probe_windows")  # Fields of a scale's recipe that options change.
+RECIPE = ("seconds", "steps")  # Fields of a scale's recipe that options change.
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,8 +50,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", type=Path, help="folder with tokenizer.json")
     add("--warmup-seconds", type=float, dest="seconds", help="budget of the warm-up (default: the scale's)")
     add("--warmup-steps", type=int, dest="steps", help="budget in steps (default: the scale's)")
-    add("--windows", type=int, help="windows of the warm-up's rows, 40 rows each")
-    add("--probe-windows", type=int, help="windows of the rows on which the warm-up is measured")
     add("--seed", type=int, default=0, help="seed of weights and warm-up (default %(default)s)")
     text = "a setting of train_grpo.py"
     add("--set", type=parse_assignment, action="append", default=[], metavar="NAME=VALUE", help=text)

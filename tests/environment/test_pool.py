@@ -193,7 +193,7 @@ def test_what_an_environment_returns_is_checked(pool_of, name, request_, failure
     assert ask(pool, environment, *request_, timeout=0.3 if name == "Late" else None).failed.startswith(failure)
 
 
-def test_the_example_of_the_page_plays(pool_of, forked_description, tmp_path, monkeypatch):
+def test_the_example_of_the_page_plays(forked_description, tmp_path, monkeypatch):
     """The class in docs/environments.md, as a user copies it."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/environments.md").read_text(), re.M | re.S)
     (tmp_path / "shop.py").write_text(code)

@@ -70,7 +70,7 @@ def test_a_question_is_asked_as_the_run_asked(adapter):
 STRANGE = "\x1b]0;owned\x07\x9b31m\u202e[0]\n\tso"
 
 
-def test_a_strangers_answers_do_not_reach_the_terminal_as_commands(adapter, capsys, monkeypatch, tmp_path):
+def test_a_strangers_answers_do_not_reach_the_terminal_as_commands(adapter, capsys, monkeypatch):
     """Neither as an answer, nor in a table on a terminal, nor in the note on best/; a file gets what was answered."""
     monkeypatch.setattr(ask, "ask", lambda options: [{"completion": STRANGE}])
     monkeypatch.setattr("grpo.evaluate.saved_adapter.read_best", lambda folder: {"in_words": STRANGE})

@@ -99,7 +99,7 @@ def test_a_run_on_other_rows_is_told_so_before_it_controls_the_plant(data, tmp_p
     assert plan.reason.startswith("full prompts (none of the plant could be read from the run's data; ")
 
 
-def test_vllm_gets_the_adapter_from_its_folder(run, tiny, monkeypatch, tmp_path):
+def test_vllm_gets_the_adapter_from_its_folder(run, monkeypatch, tmp_path):
     """The engine's part against the stub: no adapter for the base, the folder's for the trained model, never asleep."""
     folder = tmp_path / "strong"  # two steps alone may not change an answer
     shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("checkpoint-*"))

@@ -201,7 +201,7 @@ def test_rows_without_actions_are_sampled_and_scored_by_a_function(
         ev.main([*arguments, "--samples", "6", "--out", "z.json"])
 
 
-def test_direct_answers_to_rows_without_actions_are_sampled(tiny, tmp_path, capsys, monkeypatch):
+def test_direct_answers_to_rows_without_actions_are_sampled(tmp_path, capsys, monkeypatch):
     """There are no actions whose probabilities could be weighed."""
     write_csv(tmp_path / "a.csv", ["prompt"], [[f"question {n}"] for n in range(3)])
     monkeypatch.setenv("DIRECT_ANSWERS", "1")

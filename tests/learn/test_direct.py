@@ -114,7 +114,7 @@ def test_a_step_is_two_forward_passes(tiny, tmp_path, monkeypatch):
     assert passes == [False, True]
 
 
-def test_logits_are_held_for_one_position_of_a_prompt(tiny, tmp_path, monkeypatch):
+def test_logits_are_held_for_one_position_of_a_prompt(tiny, tmp_path):
     trainer, shapes = direct_trainer(tiny, tmp_path), []
     head = unwrap_peft(trainer.model).get_output_embeddings()
     head.register_forward_hook(lambda module, arguments, logits: shapes.append(tuple(logits.shape)))

@@ -191,7 +191,7 @@ def episodes(tmp_path, monkeypatch, forked_description):
     return settings
 
 
-def test_sft_learns_what_an_episode_shows(episodes, tmp_path, tiny, monkeypatch):
+def test_sft_learns_what_an_episode_shows(episodes, tmp_path, tiny):
     """Calls have labels, and an answer where the environment is not done; results and the reset's text have none."""
     rows = {"target": 2, "calls": SHOWN}, {"target": 5, "calls": json.dumps(SHOWN), "answer": "two"}, {"target": 1}
     environ = episodes(*rows)

@@ -202,7 +202,7 @@ def test_the_check_sees_what_is_wrong(build, monkeypatch, fault, seen):
         check_mismatch(trainer)
 
 
-def test_the_test_adapter_is_as_strong_as_the_noise_demands(build, monkeypatch):
+def test_the_test_adapter_is_as_strong_as_the_noise_demands(build):
     """Six times the difference without an adapter must be visible, and no more than twice that is wanted."""
     effects = []
     for noise in (0.0, 0.05):
@@ -401,7 +401,7 @@ def test_a_run_whose_engine_drifts_ends_with_a_checkpoint_of_the_last_good_step(
     assert int(read_csv(folder / "completions.csv")[-1]["step"]) < 3 == len(read_csv(folder / "metrics.csv")) + 1
 
 
-def test_certain_samples_are_no_failure(build, monkeypatch):
+def test_certain_samples_are_no_failure(build):
     """A model that is sure of every sampled token shows no adapter there; the fixed tokens do."""
     trainer = build()
     check_mismatch(trainer)

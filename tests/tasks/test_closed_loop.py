@@ -65,7 +65,7 @@ def test_rules_do_what_they_say():
 
 
 @pytest.mark.parametrize("kind", ("full", "compact"))
-def test_prompts_are_those_of_the_dataset(kind, tiny, tmp_path):
+def test_prompts_are_those_of_the_dataset(kind, tmp_path):
     """Driven by the optimum, the loop passes through the rows of a trajectory without exploration: the same prompts,
     read and rendered by the trainer from the CSV."""
     rng = np.random.default_rng(0)

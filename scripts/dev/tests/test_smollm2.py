@@ -93,7 +93,7 @@ def test_experts_equal_the_mlp(largest_up):
     assert (out[:, :64] - mlp(x)).norm() / mlp(x).norm() < 0.04
 
 
-def test_tokens_and_config(source, rewritten):
+def test_tokens_and_config(rewritten):
     """Harmony's tokens keep the ids of those that they take over, and differ in embedding and head. vLLM computes what
     config.json says."""
     tokenizer, config = load_tokenizer(str(rewritten)), read_config(rewritten)
