@@ -78,27 +78,23 @@ class Play:
         )
 
 
+@dataclass
 class EpisodePlayer:
-    """Plays an episode for each of some rows. `tools` are the schemas of the environment's tools, which the model's
-    chat `template` lists; at most `at_once` environments live at the same time."""
+    """Plays an episode for each of some rows."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        pool: EnvironmentPool,
-        tokenizer: PreTrainedTokenizerBase,
-        ends: EndTokens,
-        settings: Settings,
-        tools: Tools,
-        template: str | None,
-        at_once: int,
-        wants_copy: bool,
-    ):
-        self.sampler, self.pool, self.tokenizer, self.ends = sampler, pool, tokenizer, ends
-        self.settings, self.tools, self.template = settings, tools, template
-        self.names = [tool["function"]["name"] for tool in tools]
-        self.at_once, self.wants_copy = at_once, wants_copy
-        self.special = special_ids(tokenizer.added_tokens_encoder.get)
+    sampler: Sampler
+    pool: EnvironmentPool
+    tokenizer: PreTrainedTokenizerBase
+    ends: EndTokens
+    settings: Settings
+    tools: Tools  # the schemas of the environment's tools
+    template: str | None  # the model's chat template, which lists them
+    at_once: int  # so many environments live at the same time, at most
+    wants_copy: bool
+
+    def __post_init__(self) -> None:
+        self.names = [tool["function"]["name"] for tool in self.tools]
+        self.special = special_ids(self.tokenizer.added_tokens_encoder.get)
 
     def play(self, rows: Sequence[Row], sampling: Sampling) -> list[Sample]:
         """The sample of each row, in order, whose `episode` is set. Raises RewardError if a reset makes a prompt too
