@@ -55,7 +55,6 @@ def add_command(commands: argparse._SubParsersAction, name: str, text: str, mode
         command.add_argument("--run", default=f"runs/bench-{name}", help=f"{about_run} (default %(default)s)")
     settings: dict[str, Any] = {"type": parse_assignment, "action": "append", "default": [], "metavar": "NAME=VALUE"}
     command.add_argument("--set", help="a setting of the runs", **settings)
-    command.add_argument("--child", help=argparse.SUPPRESS)
     if model:
         command.add_argument("--model", required=True, help="checkpoint folder")
         command.add_argument("--data", required=True, help="training CSVs")
@@ -77,6 +76,7 @@ def parse_args() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     rollout = add_command(commands, "rollout", "a run's time, memory and weights, at any settings", True)
     rollout.add_argument("--free-gib", type=float, help="GiB of the GPU that the run gets (default: all)")
+    rollout.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     rollout.add_argument("--tokens", type=int, help="length at which vLLM's completions end")
     demo = add_command(commands, "demo", "the demo on ten seeds, on the CPU", False)
     demo.add_argument("--figure", help="PNG to write (default: none)")

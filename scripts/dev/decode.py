@@ -212,9 +212,9 @@ def profile_point(engine: Engine, point: Point, vocab: int, steps: int, trial: i
     return tokens / point.sequences
 
 
-def measure_bandwidth(size_gib: float = COPIED_GIB, device: str = "cuda") -> float:
+def measure_bandwidth() -> float:
     """Bytes a second of the GPU's memory: the faster of a copy, read and written, and of a sum."""
-    source = torch.ones(int(size_gib * GIB) // 4, dtype=torch.float32, device=device)
+    source = torch.ones(COPIED_GIB * GIB // 4, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
     moves: list[tuple[int, Callable[[], object]]] = [(2, lambda: target.copy_(source)), (1, source.sum)]
     rates = []

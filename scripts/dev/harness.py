@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements that run the entry point: settings, watched functions, GPU memory, the file of a child process."""
+"""Measurements that run the entry point: their settings, watched functions, completions of full length."""
 
 import argparse
 import contextlib
@@ -10,9 +10,6 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import torch
-
-from grpo.plan.machine import GIB
 from grpo.rollout.engine import Engine
 from grpo.settings.parsing import parse_value
 from scripts.dev.record import NOISE, split_settings
@@ -21,7 +18,6 @@ Function = Callable[..., Any]  # a function of the project that a measurement wa
 # The settings of all runs. Without INVALID_REWARD the checks would refuse NOISE, which pays for garbage.
 COMMON = f"""USE_VLLM=1 PROMPTS_PER_STEP=12 NUM_GENERATIONS=8 TOTAL_STEPS=3 SAVE_STEPS=9 EVAL_SAMPLES=0 OVERWRITE=1
     REWARDS=action,{NOISE} INVALID_REWARD=0"""
-CHILD = "run"  # --child of a process that is measured
 # With DIRECT_ANSWERS these replace COMMON's: nothing is generated, and the reward of every action is looked up.
 DIRECT = split_settings("USE_VLLM=auto REWARDS=action")
 
@@ -43,25 +39,8 @@ def run_settings(options: argparse.Namespace, settings: Mapping[str, str | int])
     return {name: str(value) for name, value in {**common, **paths, **settings}.items()}
 
 
-def free_gib() -> float:
-    """GiB of the GPU that are free once torch has given back what it does not use."""
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0] / GIB
-
-
-def occupy(leave_gib: float) -> torch.Tensor:
-    """Takes all of the GPU's memory but for `leave_gib`, until the returned tensor is deleted."""
-    size = int((free_gib() - leave_gib) * GIB)
-    return torch.empty(max(0, size), dtype=torch.uint8, device="cuda")
-
-
 def let_none_end(engine: Engine) -> None:
     """No completion of the engine ends before its limit: neither by the run's stop tokens nor by the one of the
     checkpoint's config, which vLLM takes besides."""
     engine.stop_token_ids = []
     engine.sampling = functools.partial(engine.sampling, ignore_eos=True)
-
-
-def child_path(options: argparse.Namespace) -> Path:
-    """The JSON that a measured process writes for the one that measures, beside the run's folder."""
-    return Path(options.run).absolute().with_name(f"{Path(options.run).name}-child.json")

@@ -20,9 +20,8 @@ from grpo.process.ending import RunFailure
 from grpo.rollout import parity, weight_sync
 from grpo.rollout.parity import BASE, FIXED, SAMPLED, ParityError
 from grpo.rollout.sampler import Sampling, VllmSampler
-from scripts.dev import harness
 from scripts.dev.cpu_vllm import vllm_on_the_cpu
-from scripts.dev.harness import intercept
+from scripts.dev.harness import intercept, run_settings
 from scripts.dev.record import Figure, figure, write
 
 Fault = Callable[[Trainer], contextlib.AbstractContextManager[object]]
@@ -228,7 +227,7 @@ def bench_mismatch(options: argparse.Namespace) -> int:
         raise Measured("every fault")
 
     settings = {"MAX_COMPLETION_LEN": 128, **dict(options.set)}
-    os.environ |= harness.run_settings(options, settings)
+    os.environ |= run_settings(options, settings)
     place = vllm_on_the_cpu() if options.cpu else contextlib.nullcontext()
     with intercept(parity, "check_mismatch", measure), place:
         return int(options.main([]))

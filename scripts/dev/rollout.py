@@ -25,8 +25,7 @@ from grpo.rollout import engine as rollout_engine
 from grpo.rollout.engine import Engine, Generated
 from grpo.rollout.parity import BASE
 from grpo.rollout.sampler import Sample
-from scripts.dev import harness
-from scripts.dev.harness import CHILD, Function, free_gib, intercept, let_none_end, occupy
+from scripts.dev.harness import Function, intercept, let_none_end, run_settings
 from scripts.dev.record import BENCH, Figure, Json, command_with_variables, read_json, steps_of, tabled, write
 
 SUM_PARTS = 32  # in which `bit_sums` adds up a tensor
@@ -56,6 +55,18 @@ lent_tensors lent_changed | tensors | that vLLM lends, and those of them whose s
 """
 COLUMNS = ("step_s", "rollout_s", "learn_s", "wake_s", "handover_s", "sleep_s", "reward_s")  # columns of metrics.csv
 UNTOUCHED = ("base_changed", "lent_changed")  # figures that must be 0
+
+
+def free_gib() -> float:
+    """GiB of the GPU that are free once torch has given back what it does not use."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0] / GIB
+
+
+def occupy(leave_gib: float) -> torch.Tensor:
+    """Takes all of the GPU's memory but for `leave_gib`, until the returned tensor is deleted."""
+    size = int((free_gib() - leave_gib) * GIB)
+    return torch.empty(max(0, size), dtype=torch.uint8, device="cuda")
 
 
 def lent_tensors(policy: torch.nn.Module) -> dict[str, Tensor]:
@@ -149,11 +160,9 @@ class RunWatch:
             values["job_peak_gib"] = self.free_before - torch.cuda.mem_get_info()[1] / GIB + steps.gpu_peak_gib.max()
             values["plan_error"] = run.plan.peak / values["job_peak_gib"] - 1
         if run.parity:
-            names, controls = (
-                ("mean", "max", "kl"),
-                [row["control_mean"] for row in run.parity if "control_mean" in row],
-            )
-            values |= {f"parity_{name}": max(row[name] for row in run.parity if name in row) for name in names}
+            controls = [row["control_mean"] for row in run.parity if "control_mean" in row]
+            for name in ("mean", "max", "kl"):
+                values[f"parity_{name}"] = max(row[name] for row in run.parity if name in row)
             values |= {"parity_base": max(row["mean"] for row in run.parity if row["when"] == BASE)}
             values |= {"parity_control_mean": min(controls)}
         if run.engine:
@@ -188,15 +197,20 @@ def run_figures(options: argparse.Namespace, values: Json) -> list[Figure]:
     return tabled(RUN, values | {"setup": ", ".join(setup)})
 
 
+def child_path(options: argparse.Namespace) -> Path:
+    """The JSON that a measured process writes for the one that measures, beside the run's folder."""
+    return Path(options.run).absolute().with_name(f"{Path(options.run).name}-child.json")
+
+
 def rollout_child(options: argparse.Namespace) -> int:
     """Measures the run in this process. Returns its exit code, or 1 if a weight was written that does not learn."""
     with contextlib.ExitStack() as stack:
         watch = RunWatch(stack, options.tokens)
-        os.environ |= harness.run_settings(options, {"MAX_COMPLETION_LEN": 512, **dict(options.set)})
+        os.environ |= run_settings(options, {"MAX_COMPLETION_LEN": 512, **dict(options.set)})
         if code := options.main([]):
             return code
         values = watch.values(Path(options.run))
-    harness.child_path(options).write_text(json.dumps(values), encoding="utf-8")
+    child_path(options).write_text(json.dumps(values), encoding="utf-8")
     return int(any(values.get(name) for name in UNTOUCHED))
 
 
@@ -204,10 +218,10 @@ def bench_rollout(options: argparse.Namespace) -> int:
     """Measures a run in a child process, beside which this one may occupy the GPU; returns the child's exit code."""
     if options.child:
         return rollout_child(options)
-    harness.child_path(options).unlink(missing_ok=True)
+    child_path(options).unlink(missing_ok=True)
     ballast = occupy(options.free_gib) if options.free_gib else None
-    code = run_child([sys.executable, str(BENCH), *sys.argv[1:], "--child", CHILD])
+    code = run_child([sys.executable, str(BENCH), *sys.argv[1:], "--child"])
     del ballast
-    if values := read_json(harness.child_path(options)):
+    if values := read_json(child_path(options)):
         write(Path(options.out), run_figures(options, values), command_with_variables())
     return code

@@ -8,7 +8,7 @@ import sys
 import bench
 import pytest
 
-from scripts.dev import harness, record, rollout
+from scripts.dev import record, rollout
 
 COMMAND = "rollout --model m --data d --set TOTAL_STEPS=2 --free-gib 22"
 
@@ -21,10 +21,10 @@ def test_a_run_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch, code):
     def process(command):
         monkeypatch.setattr(sys, "argv", command[1:])
         child = bench.parse_args()
-        assert (child.child, child.set, child.model) == ("run", [("TOTAL_STEPS", "2")], "m")
+        assert (child.child, child.set, child.model) == (True, [("TOTAL_STEPS", "2")], "m")
         if code == 0:
             values = {"step_s": 2.0, "free": 22.0, "size": "12 x 8", "averaged": "mean"}
-            harness.child_path(child).write_text(json.dumps(values))
+            rollout.child_path(child).write_text(json.dumps(values))
         return code
 
     left: list[float] = []

@@ -19,9 +19,9 @@ from grpo.model.attention import unwrap_peft
 from grpo.model.load import VOCAB_WEIGHTS
 from grpo.plan.machine import Machine
 from grpo.rollout import engine as rollout_engine
-from scripts.dev import harness, record, rollout
+from scripts.dev import record, rollout
 
-WORDS = f"""--model tiny --data {record.ROOT}/data/tes_heldout_compact.csv --child run --set PROMPTS_PER_STEP=2
+WORDS = f"""--model tiny --data {record.ROOT}/data/tes_heldout_compact.csv --child --set PROMPTS_PER_STEP=2
     --set MAX_COMPLETION_LEN=12 --set ATTN_IMPL=eager --set LEARNING_RATE=1e-2"""
 
 
@@ -48,7 +48,7 @@ def child(tmp_path, monkeypatch, quiet):
         options.main = main
         with mock.patch.dict(os.environ):
             code = rollout.bench_rollout(options)
-        return code, record.read_json(harness.child_path(options))
+        return code, record.read_json(rollout.child_path(options))
 
     run.folder = tmp_path / "run"
     return run
