@@ -16,9 +16,9 @@ from grpo.preflight.preview import MOST_LISTED, group_lines, preview
 HEADER = ["prompt", "date", "reward_action_0", "reward_action_1"]
 
 
-def routing(tmp_path, days=20):
+def routing(tmp_path):
     """Two tickets a day; [0] is the best action of every second one."""
-    rows = [(f"Ticket {n}. Answer [0] or [1].", f"2026-09-{n // 2 + 1:02}", n % 2, 0.25) for n in range(2 * days)]
+    rows = [(f"Ticket {n}. Answer [0] or [1].", f"2026-09-{n // 2 + 1:02}", n % 2, 0.25) for n in range(40)]
     return write_csv(tmp_path / "tickets.csv", HEADER, rows)
 
 

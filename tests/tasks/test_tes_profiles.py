@@ -38,9 +38,9 @@ def renamed(*header: str) -> str:
     return as_csv([list(header), *profile_rows()[1:]])
 
 
-def with_column(name: str, where: int = 3) -> str:
+def with_column(name: str) -> str:
     table = profile_rows()
-    return as_csv([row[:where] + [name if i == 0 else "1"] + row[where:] for i, row in enumerate(table)])
+    return as_csv([row[:3] + [name if i == 0 else "1"] + row[3:] for i, row in enumerate(table)])
 
 
 GOOD = as_csv(profile_rows())
