@@ -11,7 +11,7 @@ import zipfile
 import pytest
 import torch
 from helpers import read_csv
-from runs import SETTINGS, assert_same_run
+from runs import SETTINGS, assert_same_run, only_settings
 from stub_vllm import pretend_vllm, stub_engine
 
 import train_grpo
@@ -20,7 +20,6 @@ from grpo.output.checkpoints import find_checkpoint
 from grpo.output.durable import SCRATCH
 from grpo.rollout import paged_weights
 from grpo.rollout.weight_sync import write_adapter
-from grpo.settings.table import FIELDS
 
 RUN = SETTINGS | {
     "USE_VLLM": 1, "TOTAL_STEPS": 4, "SAVE_STEPS": 1, "REWARDS": "auto", "LEARNING_RATE": "1e-2", "ATTN_IMPL": "eager",
@@ -35,12 +34,8 @@ class Run:
         self.folder, self.stubs = folder, []
 
     def __call__(self, prepare=lambda stub: None, **settings):
-        with pytest.MonkeyPatch.context() as patch:
-            for name in set(os.environ) & set(FIELDS):
-                patch.delenv(name)
-            patch.setenv("TOKENIZERS_PARALLELISM", "false")
-            for name, value in (RUN | {"OUTPUT_DIR": str(self.folder)} | settings).items():
-                patch.setenv(name, str(value))
+        variables = RUN | {"OUTPUT_DIR": self.folder} | settings
+        with only_settings(**variables), pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["train_grpo.py"])
 
             def start_engine(*arguments):
@@ -56,7 +51,7 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path, quiet):
+def run(tmp_path):
     return Run(tmp_path / "run")
 
 
@@ -66,7 +61,7 @@ def straight(tmp_path_factory):
 
 
 @pytest.fixture
-def whole(straight, quiet):
+def whole(straight):
     """An uninterrupted run of four steps: made by the first test that needs it, kept for the others."""
     assert straight.stubs or straight() == 0
     return straight
