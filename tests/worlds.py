@@ -237,3 +237,33 @@ class Slow(Sum):
     def get_reward(self):
         time.sleep(self.reward_s)
         return super().get_reward()
+
+
+class BrokenReset(Sum):
+    def reset(self, **columns):
+        return self.targets
+
+
+class BrokenReward(Sum):
+    def get_reward(self):
+        return 1.0 / 0.0
+
+
+class BrokenTool(Sum):
+    def add(self, number: int) -> str:
+        """Adds a number.
+
+        Args:
+            number: What is added.
+        """
+        return self.totals
+
+
+class LongReset(Sum):
+    def reset(self, target=0, **columns):
+        super().reset(target)
+        return " word" * 1000
+
+
+def make_nothing():
+    """A factory that forgets its `return`."""

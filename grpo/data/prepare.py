@@ -129,4 +129,5 @@ def check_lengths(settings: Settings, rows: Sequence[Row], lengths: Mapping[str,
     if len(too_long) > 1:
         problem += f"; {len(too_long)} of {len(rows)} prompts are longer than that, and this is the longest"
     fix = f"Shorten what is too long, or set MAX_PROMPT_LEN={longest}"
+    fix += ", and more for the text that resets add" if settings.ENVIRONMENT else ""
     problems.add(f"{row.file}, row {row.number}", problem, fix)

@@ -100,7 +100,7 @@ def describe_environment(name: str, timeout: float) -> Description:
         except Exception:
             raise InputError("its process ended while it was constructed") from None
         if not isinstance(answer, Description):
-            raise InputError(answer.failed.removeprefix("describe raised ValueError: "))
+            raise InputError(answer.failed.removeprefix("constructing it raised ValueError: "))
         return answer
     finally:
         environment.kill()

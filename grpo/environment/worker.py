@@ -15,6 +15,8 @@ import math
 import os
 import pickle
 import signal
+import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -29,6 +31,7 @@ from grpo.settings.table import MOST_REWARD
 MOST_TEXT = 1_000_000  # Characters of a result; the trainer cuts it further, by tokens.
 MOST_COPY = 1_000_000  # Bytes of an environment's copy for reward functions.
 NOT_TOOLS = ("reset", "get_reward")
+METHODS = {"describe": "constructing it", "finish": "get_reward"}  # What the user knows these requests by.
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def describe(factory: Any) -> Description:
     environment = factory()
     kind = type(environment)
     if not callable(getattr(environment, "reset", None)):
-        raise EnvironmentFault(f"{kind.__name__} has no method `reset`")
+        made = kind.__name__ if kind is factory else f"it makes a {kind.__name__}, which"
+        raise EnvironmentFault(f"{made} has no method `reset`")
     if own := {"done", "step_rewards"} & set(tool_names(kind)):
         raise EnvironmentFault(f"{min(own)} is a method: make it an attribute or a property")
     # This imports torch, which stays in a process that ends with the check.
@@ -170,6 +174,13 @@ def copy_of(environment: object) -> bytes:
     return pickled({name: value for name, value in attributes.items() if pickled(value)})
 
 
+def line_in_module(error: BaseException, name: str) -> str:
+    """Where the user's module raised an exception, such as ` (shop.py, line 3)`; empty if the call itself failed."""
+    file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({os.path.relpath(file)}, line {lines[-1]})" if file and lines else ""
+
+
 def serve(connection: Connection, name: str) -> None:
     """The worker's life: answers (method, arguments) one by one until the pool closes the connection.
 
@@ -190,7 +201,9 @@ def serve(connection: Connection, name: str) -> None:
                 host = host or Host(load_object(name))
                 answer = getattr(host, method)(*arguments)
         except BaseException as error:  # A user's code may raise anything, SystemExit included.
-            text = str(error) if isinstance(error, EnvironmentFault) else f"{method} raised {format_exception(error)}"
+            text = str(error)
+            if not isinstance(error, EnvironmentFault):
+                text = f"{METHODS.get(method, method)} raised {format_exception(error)}{line_in_module(error, name)}"
             answer = Reply(failed=without_surrogates(text))  # It is written to completions.csv.
         if os.getpid() != process:
             os._exit(1)

@@ -13,7 +13,9 @@ from typing import Any
 from grpo.common import Problems, nearest_hint
 from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.heldout import read_split
+from grpo.data.prepare import episode_prompt
 from grpo.data.prompts import count_tokens
+from grpo.environment.calls import without_tokens
 from grpo.output.folder import recorded_commit
 from grpo.output.layout import existing_parent
 from grpo.plan import hub, memory
@@ -258,7 +260,7 @@ def preflight(environ: Mapping[str, str], machine: Machine | None = None, ranks:
     check_learning(resolved, resolved.recorded, problems)
     garbage_warning, trial = check_rollouts(resolved, problems), check_episodes(resolved, problems)
     _, warnings = unknown_variables(environ)
-    warnings += filter(None, [garbage_warning, *answer_warnings(resolved)])
+    warnings += filter(None, [garbage_warning, *answer_warnings(resolved), trial.warning if trial else None])
     if resolved.machine.capability >= BLACKWELL:
         warnings.append(blackwell_warning(resolved.machine, resolved.use_vllm))
     # No Hub kernel is known to handle attention sinks in its backward pass
@@ -337,7 +339,24 @@ def check_episodes(resolved: ResolvedRun, problems: Problems) -> Trial | None:
     if not resolved.asked.ENVIRONMENT:
         return None
     specs = check_reward_names(resolved.choices["REWARDS"].value, problems)
-    return check_environment(resolved.asked, resolved.environment, specs, resolved.rows, problems)
+    trial = check_environment(resolved.asked, resolved.environment, specs, resolved.rows, problems)
+    if trial:
+        check_reset(resolved, trial, problems)
+    return trial
+
+
+def check_reset(resolved: ResolvedRun, trial: Trial, problems: Problems) -> None:
+    """Checks that the trial's prompt has room for the text of its reset: a run would end at such a row."""
+    asked, files, row = resolved.asked, resolved.files, trial.row
+    if not (files and files.tokenizer and resolved.environment and resolved.longest_prompt):
+        return  # Faults of these have messages of their own.
+    tools, text = resolved.environment.tools, without_tokens(trial.transcript[0][1])
+    prompt = episode_prompt(asked, row, files.template, tools, text)
+    length = count_tokens(files.tokenizer, [prompt])[prompt]
+    if length > asked.MAX_PROMPT_LEN:
+        fault = f"the prompt has {length} tokens with the text of its reset, MAX_PROMPT_LEN is {asked.MAX_PROMPT_LEN}"
+        fix = f"Let `reset` return less, or set MAX_PROMPT_LEN={length}, more where other resets add more"
+        problems.add(f"{row.file}, row {row.number}", fault, fix)
 
 
 def check_computed_model(resolved: ResolvedRun, problems: Problems) -> None:

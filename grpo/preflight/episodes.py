@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo.common import Problems
-from grpo.data.files import Row, column_names
+import rewards
+from grpo.common import Problems, one_line
+from grpo.data.files import Row, column_names, missing_actions_problem
 from grpo.environment.pool import Environment, EnvironmentPool
 from grpo.environment.worker import Description, Reply
 from grpo.harmony import answer_turn
@@ -30,10 +31,20 @@ class EpisodeFault(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """The episode that was played, and (request, text that came back) of its reset and its calls."""
+    """The episode of `row` that was played, and (request, text that came back) of its reset and its calls."""
 
+    row: Row
     episode: Episode
     transcript: list[tuple[str, str]]
+    raised: str = ""  # The last call whose tool raised, and its error.
+
+    @property
+    def warning(self) -> str | None:
+        """A tool may be right to raise for made-up arguments; if it is not, every episode of a run would be wasted."""
+        if not self.raised:
+            return None
+        calls = f"{self.episode.errors} of {self.episode.calls} made-up calls raised, such as {self.raised}"
+        return f"ENVIRONMENT: {calls}. The model reads such errors; correct the tool if its arguments are not to blame"
 
 
 def made_up_arguments(tool: dict[str, Any]) -> dict[str, Any]:
@@ -67,17 +78,17 @@ def try_episode(settings: Settings, description: Description, row: Row, wants_co
         environment, started = pool.take(), time.monotonic()
         first = ask(environment, "reset", row.reset_arguments)
         transcript = [("reset", first.text)]
-        rewards, errors = [], 0
+        earned, errors, raised = [], 0, ""
         for tool in description.tools[: settings.MAX_TURNS]:
             name, arguments = tool["function"]["name"], made_up_arguments(tool)
             reply = ask(environment, "call", name, arguments)
-            transcript.append(
-                (f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})", reply.text)
-            )
+            request = f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+            transcript.append((request, reply.text))
             if first.reward is None and reply.reward is not None:  # A run would not see this call's reward.
                 raise EpisodeFault(f"`step_rewards` is there after the call of {name}, but not after reset")
-            rewards.append(reply.reward or 0.0)
+            earned.append(reply.reward or 0.0)
             errors += reply.is_error
+            raised = f"{request}: {one_line(reply.text, 200)}" if reply.is_error else raised
             if reply.done:
                 break
         last = ask(environment, "finish", wants_copy)
@@ -85,16 +96,16 @@ def try_episode(settings: Settings, description: Description, row: Row, wants_co
         prompt=row.prompt,
         prompt_ids=[],
         learned=[],
-        turns=[0] * len(rewards),
-        turn_rewards=None if first.reward is None else rewards,
+        turns=[0] * len(earned),
+        turn_rewards=None if first.reward is None else earned,
         reward=last.reward,
         end="done",
-        calls=len(rewards),
+        calls=len(earned),
         errors=errors,
         tool_s=time.monotonic() - started,
         copy=base64.b64encode(last.copy).decode(),
     )
-    return Trial(episode, transcript)
+    return Trial(row, episode, transcript, raised)
 
 
 def check_environment(
@@ -113,10 +124,11 @@ def check_environment(
         problems.add("EXPECTED_REWARD", "the rewards of calls that were not made are not known", "Set it to auto")
     if description is None or not rows:
         return None  # This has a message of its own.
+    row = max(rows, key=lambda row: len(row.prompt))  # There a reset's text is most likely to be too much.
     try:
-        trial = try_episode(settings, description, rows[0], reads_environments(specs))
+        trial = try_episode(settings, description, row, reads_environments(specs))
     except EpisodeFault as error:
-        fault = f"in an episode of {rows[0].file}, row {rows[0].number}, with made-up calls, {error}"
+        fault = f"in an episode of {row.file}, row {row.number}, with made-up calls, {error}"
         problems.add(where, fault, "Correct it, or raise ENV_TIMEOUT if it only takes longer")
         return None
     episode = trial.episode
@@ -130,7 +142,12 @@ def check_environment(
     if by_turn and settings.LOSS_TYPE == "vespo":
         fault = "vespo weights whole completions, and with `step_rewards` each turn has an advantage of its own"
         problems.add("LOSS_TYPE", fault, "Choose another, such as bnpo, or give all rewards by `get_reward`")
-    completion = replace(read_completion(rows[0], answer_turn("Done."), "Done.", 1, False), episode=episode)
+    of_actions = [name for name, _ in specs if name in rewards.ACTION_REWARDS]
+    if of_actions and not rows[0].rewards:
+        fix = f"Add them, or leave {' and '.join(of_actions)} out of REWARDS: `environment` is what an episode earns"
+        problems.add(f"{rows[0].file}, columns", missing_actions_problem(rows[0]), fix)
+        return trial
+    completion = replace(read_completion(row, answer_turn("Done."), "Done.", 1, False), episode=episode)
     try:
         state = initial_trainer_state(settings.TOTAL_STEPS)
         score(load_rewards(specs, settings), [completion], [[0]], column_names(rows), state)

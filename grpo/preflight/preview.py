@@ -103,7 +103,7 @@ def episode_lines(resolved: ResolvedRun) -> Iterator[Line]:
     and earn."""
     if resolved.trial is None:
         return
-    yield "an episode", f"{resolved.rows[0].id}, with made-up calls:"
+    yield "an episode", f"{resolved.trial.row.id}, with made-up calls:"
     for request, text in resolved.trial.transcript:
         yield "", f"{request}{':' if text else ' returns nothing'}"
         yield from (("", f"| {line}") for line in shown_prompt(text))

@@ -114,7 +114,7 @@ def read_environment(settings: Settings, problems: Problems) -> Description | No
     try:
         return describe_environment(settings.ENVIRONMENT, settings.ENV_TIMEOUT)
     except InputError as error:
-        fix = "Name a class as module:Class, in TRL's form (docs/environments.md)"
+        fix = "Correct it, or name another class as module:Class (docs/environments.md)"
         problems.add(f"ENVIRONMENT={settings.ENVIRONMENT}", str(error), fix)
         return None
 

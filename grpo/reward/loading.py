@@ -80,6 +80,9 @@ def load_reward(name: str) -> Callable[..., Any]:
 def load_object(name: str) -> Any:
     """What `module:name` names, from an installed package or else from the current folder. Raises ValueError."""
     module, _, attribute = name.partition(":")
+    if not attribute:
+        hint = ":".join(name.rsplit(".", 1)) if "." in name else f"{module}:NAME"
+        raise ValueError(f"{name!r} names a module alone: write {hint}")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:

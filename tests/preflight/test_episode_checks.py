@@ -56,7 +56,12 @@ FAULTS = {
     "worlds:Untyped": "the method multiply needs types",
     "worlds:Umlaut": "Harmony cannot carry the tool name 'grösse'",
     "nowhere:World": "'nowhere:World' cannot be loaded: ModuleNotFoundError",
-    "worlds": "'worlds' cannot be loaded",
+    "worlds": "'worlds' names a module alone: write worlds:NAME",
+    "worlds.Sum": "'worlds.Sum' names a module alone: write worlds:Sum",
+    "worlds:fails": "constructing it raised TypeError: fails() missing 1 required positional argument",
+    "worlds:make_nothing": "it makes a NoneType, which has no method `reset`",
+    "worlds:BrokenReset": "reset: reset raised AttributeError: 'BrokenReset' object has no attribute 'targets' (",
+    "worlds:BrokenReward": "get_reward: get_reward raised ZeroDivisionError: float division by zero (",
 }
 
 
@@ -70,7 +75,33 @@ def test_faults_are_named(episode_run, name):
     )
 
 
+def test_a_fault_in_the_users_code_has_its_line(episode_run):
+    line = (ROOT / "tests/worlds.py").read_text().splitlines().index("        return self.targets") + 1
+    assert f"worlds.py, line {line})" in only(episode_run(ENVIRONMENT="worlds:BrokenReset").problems)
+
+
+def test_a_tool_that_raises_is_shown(episode_run):
+    """The model reads the error, so that a run with a broken tool would go on, and learn nothing."""
+    (warning,) = (text for text in episode_run(ENVIRONMENT="worlds:BrokenTool").warnings if "ENVIRONMENT" in text)
+    assert """1 of 2 made-up calls raised, such as add(number=1): {"error": "'BrokenTool' object""" in warning
+    assert not [text for text in episode_run(ENVIRONMENT="worlds:Sum").warnings if "ENVIRONMENT" in text]
+
+
+def test_the_text_of_a_reset_must_fit_behind_the_longest_prompt(episode_run, tmp_path):
+    """A run would end at such a row, after the model and vLLM have started."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Add.", "target": 1}\n{"prompt": "Add, please.", "target": 2}\n')
+    problem = only(episode_run(ENVIRONMENT="worlds:LongReset").problems)
+    assert "rows.jsonl, row 2: the prompt has " in problem and "with the text of its reset" in problem
+    enough = problem.partition("or set MAX_PROMPT_LEN=")[2].partition(",")[0]
+    fits = {"ENVIRONMENT": "worlds:LongReset", "MAX_COMPLETION_LEN": 9}
+    assert not episode_run(**fits, MAX_PROMPT_LEN=enough).problems
+    assert only(episode_run(**fits, MAX_PROMPT_LEN=int(enough) - 1).problems)
+    alone = episode_run(ENVIRONMENT="worlds:Sum", MAX_PROMPT_LEN=9).problems[0]
+    assert alone.endswith(", and more for the text that resets add")
+
+
 REFUSED = [
+    ({"REWARDS": "action"}, "columns: there is no column reward_action_0"),
     ({"DIRECT_ANSWERS": 1}, "DIRECT_ANSWERS: an episode has calls"),
     ({"EXPECTED_REWARD": 1}, "EXPECTED_REWARD: the rewards of calls that were not made are not known"),
     ({"REWARDS": "worlds:fails"}, "REWARDS: worlds:fails raised KeyError"),
