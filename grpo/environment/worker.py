@@ -70,8 +70,8 @@ def describe(factory: Any) -> Description:
     environment = factory()
     kind = type(environment)
     if not callable(getattr(environment, "reset", None)):
-        made = kind.__name__ if kind is factory else f"it makes a {kind.__name__}, which"
-        raise EnvironmentFault(f"{made} has no method `reset`")
+        subject = kind.__name__ if kind is factory else f"it makes a {kind.__name__}, which"
+        raise EnvironmentFault(f"{subject} has no method `reset`")
     if own := {"done", "step_rewards"} & set(tool_names(kind)):
         raise EnvironmentFault(f"{min(own)} is a method: make it an attribute or a property")
     # This imports torch, which stays in a process that ends with the check.

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import rewards
@@ -63,7 +63,7 @@ class Reward:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit too: it would end the run as if it were complete
-            raise self.describe(error) from error
+            raise self.describe(error, columns) from error
         return values if isinstance(values, Coroutine) else validate_rewards(self.name, values, count)
 
     async def finish(self, coroutine: Coroutine[Any, Any, Any], count: int) -> Rewards:
@@ -77,8 +77,11 @@ class Reward:
             raise self.describe(error) from error
         return validate_rewards(self.name, values, count)
 
-    def describe(self, error: BaseException) -> RewardError:
+    def describe(self, error: BaseException, columns: Iterable[str] = ()) -> RewardError:
+        """The error for the user, with its line, or with the names of the `columns` if the call itself failed."""
         location = error_location(error, self.name.partition(":")[0]) if self.is_custom else ""
+        if self.is_custom and not location and (names := [name for name in columns if name not in TRL_ARGUMENTS]):
+            location = f". Rows have the columns {', '.join(names)}; let it take `**kwargs` for what it does not use"
         return RewardError(f"REWARDS: {self.name} raised {format_exception(error)}{location}")
 
 
@@ -112,7 +115,7 @@ def validate_rewards(name: str, values: Any, count: int) -> Rewards:
     returned = f"REWARDS: {name} returned"
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, Sequence):
-        raise RewardError(f"{returned} {type(values).__name__}, not a list of numbers")
+        raise RewardError(f"{returned} {type(values).__name__}, not a list with one number for each completion")
     if len(values) != count:
         raise RewardError(f"{returned} {len(values)} rewards for {count} completions")
     numbers = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's numbers

@@ -92,7 +92,10 @@ def load_object(name: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # A user's module may raise anything, SystemExit included.
-        raise ValueError(f"{name!r} cannot be loaded: {format_exception(error)}") from None
+        reason = format_exception(error)
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            reason += f", neither as {module.replace('.', '/')}.py in {here} nor as an installed package"
+        raise ValueError(f"{name!r} cannot be loaded: {reason}") from None
 
 
 def check_module_file(module: str) -> None:

@@ -174,17 +174,23 @@ def tokenize(texts: Sequence[str], tokenizer: Path | None) -> tuple[list[list[in
 def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer: Path | None = None) -> list[Trial]:
     """The weighted rewards of GARBAGE and of every action in a sample of rows, NaN where a function returns None.
 
-    Rows without actions get the answers [0] and [1]. Each function is called once, as in training, with token ids of
-    `tokenizer`, a tokenizer.json: here a mistake costs a second, in a run an hour. Raises RewardError."""
+    Rows without actions get the answers [0], [1], and the expected one where it is known. Each function is called once,
+    as in training, with token ids of `tokenizer`, a tokenizer.json: here a mistake costs a second, in a run an hour.
+    Raises RewardError."""
     if not rows:
         return []
     sample = sample_rows(rows)
     answered = []  # The row of each answer, and its text.
+    counts = []  # The answers of each row.
     for row in sample:
         # Rows stay unrendered without a tokenizer or a template: their prompt becomes ASSISTANT alone.
         rendered = row if row.prompt else dataclasses.replace(row, prompt=ASSISTANT)
         for turn in (*GARBAGE, *(answer_turn(f"[{k}]") for k in range(len(row.rewards) or 2))):
             answered.append((rendered, completion_of(rendered.prompt, turn)))
+        expected = None if row.rewards else correct_completion(rendered, [name for name, _ in specs])
+        if expected is not None:
+            answered.append((rendered, expected))
+        counts.append(len(GARBAGE) + (len(row.rewards) or 2) + (expected is not None))
     try:
         scores = score_made_up(specs, settings, answered, column_names(rows), tokenizer)
     except RewardError as error:
@@ -192,9 +198,11 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
         if failing := find_failing(specs, settings, answered, column_names(rows), tokenizer):
             (decoded,) = tokenize([failing[1]], tokenizer)[1]
             tried += f", such as {decoded!r} to {failing[0].id}"
+            if "'str'" in str(error) and not failing[0].file.endswith((".json", ".jsonl", ".parquet")):
+                tried += ". Cells of a CSV are text: float(...) makes a number of one"
         raise RewardError(f"{error}. {tried}") from error
     weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
-    return [(row, list(itertools.islice(weighted, len(GARBAGE) + (len(row.rewards) or 2)))) for row in sample]
+    return [(row, list(itertools.islice(weighted, count))) for row, count in zip(sample, counts, strict=True)]
 
 
 def find_failing(
@@ -277,13 +285,25 @@ def correct_completion(row: Row, names: Sequence[str]) -> str | None:
         return None
 
 
+def expected_answer_warning(trials: Sequence[Trial]) -> str | None:
+    """A warning if in no row of `trials` the expected answer earns more than an answer that cannot be read, or None."""
+    expected = [answers for row, answers in trials if not row.rewards and len(answers) > len(GARBAGE) + 2]
+    if not expected or any(not total(answers[-1]) <= max(map(total, answers[: len(GARBAGE)])) for answers in expected):
+        return None
+    return (
+        f"REWARDS: in none of the {len(expected)} rows that were tried the text of its column `answer` earns more than "
+        "no answer at all. Correct the function, unless it looks for something else"
+    )
+
+
 def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, problems: Problems) -> str | None:
     """Checks that an unreadable answer earns less than a row's worst action, on average over the rows of `trials`.
 
     Otherwise it adds a problem, or returns a warning in two cases: the user set INVALID_REWARD, or all actions of a row
     earn the same, because REWARDS do not depend on them. An answer for which all functions return None counts as the
     mean of the row's actions, because it gets no advantage. Rows without actions yield a warning if no answer gets a
-    number, but none if all get the same: a made-up answer to a free question is rarely right."""
+    number, or if the expected answers earn no more than none; but none if only [0] and [1] earn the same: these are
+    rarely right."""
     worst: list[float] = []
     all_alike = True  # whether all actions of each row earn the same
     # For each text of GARBAGE, by row: its reward, and that of each function.
@@ -303,7 +323,7 @@ def check_garbage(specs: Specs, trials: Sequence[Trial], settings: Settings, pro
         elif trials and all(math.isnan(total(scores)) for _, answers in trials for scores in answers):
             tried = f"no made-up answer to the {len(trials)} rows that were tried got a number, only None or nan"
             return f"REWARDS: {tried}. If real answers get none either, nothing is learned"
-        return None
+        return expected_answer_warning(trials)
     best_paid = max(garbage, key=lambda rewarded: fmean(reward for reward, _ in rewarded))
     garbage_reward, worst_reward = fmean(reward for reward, _ in best_paid), fmean(worst)
     if garbage_reward < worst_reward:

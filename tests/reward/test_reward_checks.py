@@ -45,6 +45,9 @@ def same(completions, **columns): return [0.0 for _ in completions]
 def worth_of(worth, **columns): return [float(value) for value in worth]
 def third(raw_completions, note, **columns):
     return [1 / (n != "3" or "[0]" not in text) for n, text in zip(note, raw_completions)]
+def empty(completions, **columns): pass
+def worded(completions, **columns): return [len(text) - "4" for text in completions]
+def finals_length(completions, **columns): return [float(len(text.partition("final")[2])) for text in completions]
 def finals(completions, **columns): return [float(len(text.split("final")[1])) for text in completions]
 """
 MODULES = {"my_rewards": MY_REWARDS, "my_helper": "zero = 0.0\n", "my_exit": "import sys\nsys.exit(0)\n"}
@@ -82,7 +85,10 @@ BAD = [
     ("action,action=2", "named twice"),
     ("my_rewards:NUMBER", "is no function"),
     ("my_rewards:total", "my_rewards:total returned 1 rewards for 4 completions"),
-    ("my_rewards:narrow", "narrow raised TypeError: narrow() got an unexpected keyword argument"),
+    ("my_rewards:narrow", "argument 'reward_action_0'. Rows have the columns reward_action_0, reward_action_1; let it"),
+    ("my_rewards:empty", "my_rewards:empty returned NoneType, not a list with one number for each completion"),
+    ("my_reward:total", "No module named 'my_reward', neither as my_reward.py in "),
+    ("my_rewards:worded", "(my_rewards.py, line 20). It was tried before the run on made-up answers to "),
     ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0"),
     ("my_rewards:leaves", "my_rewards:leaves raised SystemExit (my_rewards.py, line 13)"),
     ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
@@ -272,6 +278,22 @@ def test_a_call_that_fails_is_shown(my_rewards):
     assert problem.endswith("made-up answers to 1 rows, such as 'final[1]' to d:1")
 
 
+def test_cells_of_a_csv_are_text(my_rewards):
+    for file, is_hinted in (("d.csv", True), ("d.jsonl", False)):
+        problem = only(problems_of(dataclasses.replace(BARE, file=file), REWARDS="my_rewards:worded"))
+        assert ("Cells of a CSV are text: float(...)" in problem) == is_hinted
+
+
+def test_an_expected_answer_that_earns_nothing_is_noticed(my_rewards):
+    """A function with a fault, or one that always returns the same, would cost a run."""
+    rows = [dataclasses.replace(ANSWERED, number=n) for n in range(1, 9)]
+    warning = warning_of(*rows, REWARDS="my_rewards:same")
+    assert "in none of the 8 rows that were tried the text of its column `answer` earns more than no answer" in warning
+    assert not warning_of(*rows, REWARDS="my_rewards:finals_length"), "this one pays longer answers more"
+    assert not warning_of(BARE, REWARDS="my_rewards:same"), "nothing tells what is correct"
+    assert "only None or nan" in warning_of(*rows, REWARDS="my_rewards:mute")
+
+
 def test_the_answer_that_fails_is_shown(my_rewards):
     """Of all made-up answers and rows one at which the function raises: any other would mislead."""
     rows = [dataclasses.replace(BARE, number=n, columns={"note": str(n)}) for n in range(1, 9)]
@@ -289,4 +311,4 @@ def test_the_example_of_the_docs_finds_its_answers(tmp_path, monkeypatch):
     path = write_csv(tmp_path / "train.csv", ["question", "answer"], rows)
     monkeypatch.chdir(tmp_path)
     trials = try_rewards([("answers:exact", 1.0)], Settings(), read_file(path, Problems()), TOKENIZER)
-    assert [answers[2:] for _, answers in trials] == [[[1.0], [0.0]]] * 2, "of [0] and of [1]"
+    assert [answers[2:] for _, answers in trials] == [[[1.0], [0.0], [1.0]]] * 2, "of [0], [1] and the expected one"
