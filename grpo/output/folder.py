@@ -199,7 +199,7 @@ def check_resume(settings: Settings, folder: Path, step: int, recorded: Record, 
         if name not in MAY_CHANGE and name in recorded and show(recorded[name]) != show(value):
             then, now = (show(setting) or "nothing" for setting in (recorded[name], value))
             fault = f"the run in {folder} was started with {then}, now it is {now}"
-            problems.add(name, fault, f"Set {name}={show(recorded[name])} to continue it, {delete}")
+            problems.add(name, fault, f"Set {name}={shlex.quote(show(recorded[name]))} to continue it, {delete}")
 
 
 def prepare_run(state: RunState, settings: Settings, records: Mapping[str, Record]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Why episodes end; others than these end with an `answer` without a call, or because the environment is `done`.
-CUT = ("turns", "turn_len", "length")  # A limit ended these.
+CUT = {"turns": "MAX_TURNS", "turn_len": "MAX_TURN_LEN", "length": "MAX_COMPLETION_LEN"}  # This limit ended them.
 FAILED = ("timeout", "failed", "reset")  # The environment hung, failed, or could not be reset: no reward arrived.
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from grpo.common import InputError
 from grpo.data.files import Row
+from grpo.reward.episode import CUT
 from grpo.rollout.episodes import EpisodePlayer
 from grpo.rollout.sampler import BatchSession, Limits, Sample, Sampler, Sampling, Session, Tokens
 
@@ -58,8 +59,9 @@ def play_demonstrations(
         assert episode
         if episode.is_cut or episode.has_failed or episode.unread:
             fault = f" ({episode.fault})" if episode.fault else ""
+            fix = f". Raise {CUT[episode.end]}, or show less" if episode.is_cut else ""
             raise InputError(
-                f"{where} ended by `{episode.end}`{fault} in turn {len(episode.turns)} of {len(row_turns)}"
+                f"{where} ended by `{episode.end}`{fault} in turn {len(episode.turns)} of {len(row_turns)}{fix}"
             )
         own = zip(sample.ids, episode.learned, strict=True)
         pairs["input_ids"].append([*episode.prompt_ids, *sample.ids])

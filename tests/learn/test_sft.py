@@ -245,7 +245,7 @@ def test_calls_that_cannot_be_shown_are_named(episodes, tmp_path, row, problem):
             {"target": 9, "calls": SHOWN},
             "row 1: the episode goes on behind its 2 turns. Add calls, or a column `answer`",
         ),
-        ({"target": 9, "calls": 5 * SHOWN}, "row 1: the episode ended by `turns` in turn 3 of 10"),
+        ({"target": 9, "calls": 5 * SHOWN}, "by `turns` in turn 3 of 10. Raise MAX_TURNS, or show less"),
     ],
 )
 def test_an_episode_that_does_not_go_as_shown_ends_sft(episodes, tmp_path, tiny, row, problem):

@@ -44,11 +44,12 @@ def test_an_interrupted_run_continues_from_its_last_whole_checkpoint(tmp_path):
 
 
 def test_what_may_not_continue(tmp_path):
-    settings, folder = run_dir(tmp_path)
+    settings, folder = run_dir(tmp_path, SYSTEM_PROMPT="Two words.")
     assert not inspect(settings, TOTAL_STEPS=20, SAVE_STEPS=3)[1], "a longer run is the same run"
     problem = only(inspect(settings, LEARNING_RATE=1e-6)[1])
     assert "LEARNING_RATE: the run in" in problem and "started with 0.0001, now it is 1e-06" in problem
     assert "LOG_PROMPTS=0 to continue it" in only(inspect(settings, LOG_PROMPTS=True)[1]), "it adds a column"
+    assert "Set SYSTEM_PROMPT='Two words.' to continue it" in only(inspect(settings, SYSTEM_PROMPT="One")[1])
     problem = only(inspect(settings, [dataclasses.replace(ROW, rewards=(1.0, 0.0))])[1])
     assert "an earlier version held other rows out: finish the run with that version" in problem
     start = (
