@@ -66,6 +66,13 @@ def test_refused(reason):
     assert only(problems).startswith(f"{name}: ") and settings == Settings()
 
 
+def test_a_refused_number_has_its_unit():
+    """40GB, or 40 for a share, is a guess at the unit."""
+    assert "expected a number or auto (unit: GiB). Unset" in only(load_settings({"GPU_MEM_LIMIT": "40GB"})[2])
+    assert "must be at most 0.95 (unit: share). Unset" in only(load_settings({"VLLM_GPU_MEM": "40"})[2])
+    assert "unit" not in only(load_settings({"PROMPT_DATE": "6.11.2025"})[2])
+
+
 NUMBERS = st.from_regex(r"[-+]?[0-9._eE\u0661-\u0669\uff10-\uff19]{1,30}", fullmatch=True)
 ANY_TEXT = st.text(st.characters(exclude_characters="\0")) | NUMBERS
 

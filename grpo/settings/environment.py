@@ -24,7 +24,9 @@ def load_settings(environ: Mapping[str, str]) -> tuple[Settings, dict[str, str],
             try:
                 values[name], sources[name] = parse_value(name, text), "environment"
             except ValueError as error:
+                unit = FIELDS[name].metadata["unit"]
                 fault = f"{one_line(repr(text), 200)} is not accepted, {error}"
+                fault += f" (unit: {unit})" if unit and unit != "date" else ""
                 problems.add(name, fault, f"Unset it for the default ({show(values[name])})")
     problems += unknown_variables(environ)[0]
     return Settings(**values), sources, problems
