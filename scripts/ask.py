@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"action: {answers[0]['action']}")
         if "end" in answers[0]:
             print(f"end: {answers[0]['end']}, reward: {answers[0]['reward']}")
+            if "fault" in answers[0]:
+                print(f"fault: {printable(answers[0]['fault'])}")
     return 0
 
 

@@ -267,3 +267,8 @@ class LongReset(Sum):
 
 def make_nothing():
     """A factory that forgets its `return`."""
+
+
+class SlowReset(Sum):
+    def reset(self, **columns):
+        time.sleep(20)

@@ -31,7 +31,8 @@ from grpo.settings.table import MOST_REWARD
 MOST_TEXT = 1_000_000  # Characters of a result; the trainer cuts it further, by tokens.
 MOST_COPY = 1_000_000  # Bytes of an environment's copy for reward functions.
 NOT_TOOLS = ("reset", "get_reward")
-METHODS = {"describe": "constructing it", "finish": "get_reward"}  # What the user knows these requests by.
+# What the user knows these requests by.
+METHODS = {"describe": "constructing it", "construct": "constructing it", "finish": "get_reward"}
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,10 @@ class Host:
         """Calls the method; awaits it if it is async."""
         value = method(*arguments, **options)
         return self.loop.run_until_complete(value) if inspect.isawaitable(value) else value
+
+    def construct(self) -> Reply:
+        """Nothing but what the first request of a process does."""
+        return Reply()
 
     def reset(self, columns: dict[str, object]) -> Reply:
         """Begins an episode with the columns of a row."""

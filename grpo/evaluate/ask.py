@@ -41,7 +41,8 @@ def read_prompts(options: argparse.Namespace, system: str, problems: Problems) -
     if options.csv:
         return read_file(options.csv, problems, options.system or system, rewards=False)
     prompt = EXAMPLE if options.prompt is None else options.prompt
-    columns = {"prompt": prompt, "system": options.system}
+    # An environment's `reset` may take no column that its rows do not have.
+    columns = {"prompt": prompt} | ({"system": options.system} if options.system else {})
     messages, trl_prompt = read_messages("PROMPT", columns, system, problems)
     return [Row("PROMPT", 1, messages, (), columns, trl_prompt=trl_prompt)]
 
@@ -97,11 +98,12 @@ def with_columns(row: Row, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def episode_answer(sample: Sample, model: EvaluatedModel) -> dict[str, Any]:
-    """The columns of an episode."""
+    """The columns of an episode; `fault` only if its environment failed."""
     episode = sample.episode
     assert episode
     text = episode.prompt[episode.prompt.rfind(ASSISTANT) :] + str(model.tokenizer.decode(sample.ids))
-    return {"end": episode.end, "reward": episode.total(), "completion": text}
+    fault = {"fault": episode.fault} if episode.fault else {}
+    return {"end": episode.end, "reward": episode.total(), **fault, "completion": text}
 
 
 def as_csv(answers: Sequence[dict[str, Any]]) -> str:

@@ -76,6 +76,7 @@ def try_episode(settings: Settings, description: Description, row: Row, wants_co
 
     with contextlib.closing(pool):
         environment, started = pool.take(), time.monotonic()
+        ask(environment, "construct")  # The first answer has more time. Resets have ENV_TIMEOUT, as later in a run.
         first = ask(environment, "reset", row.reset_arguments)
         transcript = [("reset", first.text)]
         earned, errors, raised = [], 0, ""

@@ -47,6 +47,15 @@ def answers_of(capsys, adapter, questions, *options):
     return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
 
 
+def test_a_failed_environment_is_explained(adapter, capsys, forked_description):
+    """A `reset` that needs a column of the rows cannot be called for a prompt alone."""
+    write_record(adapter, ENVIRONMENT="worlds:Tally", MAX_PROMPT_LEN=900)
+    assert ask.main([str(adapter), "Add."]) == 0
+    end, fault = capsys.readouterr().out.splitlines()[-2:]
+    assert end == "end: reset, reward: None"
+    assert fault.startswith("fault: reset: reset raised TypeError: Tally.reset() missing 1 required positional")
+
+
 def test_one_prompt(adapter, capsys, monkeypatch):
     """Where the run kept a better adapter, it is named beside the answer."""
     monkeypatch.setattr("grpo.evaluate.saved_adapter.read_best", lambda folder: {"in_words": "step 5 is the best"})

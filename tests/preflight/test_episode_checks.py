@@ -49,6 +49,7 @@ FAULTS = {
     "worlds:IntReset": "in an episode of {data}, row 1, with made-up calls, reset: reset returned 3 (int)",
     "worlds:TextReward": "get_reward: get_reward returned 'good', neither a finite number",
     "worlds:Late": "get_reward: it gave no answer in ENV_TIMEOUT",
+    "worlds:SlowReset": "row 1, with made-up calls, reset: it gave no answer in ENV_TIMEOUT",
     "worlds:LatePaid": "`step_rewards` is there after the call of add, but not after reset",
     "worlds:Unpaid": "no reward arrives: it has neither `get_reward`",
     "worlds:Rough": "the call of leave: its process ended",
@@ -67,7 +68,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_named(episode_run, name):
-    timeout = 1 if name == "worlds:Late" else 30  # A busy machine needs longer to end a process.
+    timeout = 1 if name in ("worlds:Late", "worlds:SlowReset") else 30  # A busy machine needs longer to end a process.
     problem = only(episode_run(ENVIRONMENT=name, ENV_TIMEOUT=timeout).problems)
     assert problem.startswith(f"ENVIRONMENT={name}: ")
     assert FAULTS[name].replace("{data}", "") in problem.replace(
