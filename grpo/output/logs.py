@@ -184,7 +184,8 @@ EQUAL_REWARDS = (
     "all completions of each prompt got the same reward in the last 5 steps: nothing is learned. Look at "
     "completions.csv: where no answer can be read any more, end this run, and start another with a lower LEARNING_RATE "
     "(INIT_ADAPTER takes what is in best/); where they read alike, raise TEMPERATURE or NUM_GENERATIONS; where they do "
-    "not, REWARDS or the reward columns of DATA do not tell them apart; where episodes' `ends` are limits, raise them"
+    "not, REWARDS or the reward columns of DATA do not tell them apart. Where episodes' `ends` are limits, raise them; "
+    "where episodes have no calls, show the model some first (scripts/sft.py, docs/environments.md)"
 )
 
 
