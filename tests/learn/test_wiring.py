@@ -154,7 +154,8 @@ def test_the_check_calls_a_reward_function_as_training_does(form, tiny, tmp_path
     """Argument by argument, for the completions that the check tries."""
     rows = checked_rows(tmp_path, form)
     (check,) = CALLS
-    assert len(check["prompts"]) == 4 * len(rows), "garbage and two answers to each row that is tried"
+    answers = 5 if form == "question" else 4
+    assert len(check["prompts"]) == answers * len(rows), "garbage, [0], [1], and the column `answer` of each row"
     trainer = make(tiny, tmp_path, rows=rows, REWARDS="test_wiring:record")
     numbers = {row.prompt: n for n, row in enumerate(rows)}
     inputs = [rows[numbers[name]] for name in check["rendered_prompts"]]
