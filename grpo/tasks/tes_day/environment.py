@@ -29,7 +29,7 @@ class Day:
     `step_rewards` are minus the cost of each hour's decision against the best one in its state [kg CO2], so their sum
     is minus the day's cost against the optimum: the performance difference lemma, as in `rewards.regret`. Hours that
     are left undecided run at level 0, and `get_reward` charges each what its worst level costs: not to decide must not
-    be free. Charged as level 0, which is often best, it was: a run ended 85% of its days by calls nobody can read."""
+    be free. Charged as level 0, which is often best, it was: a run learned to end 27% of its days by broken calls."""
 
     def __init__(self) -> None:
         self.step_rewards: list[float] = []
