@@ -15,8 +15,6 @@ import math
 import os
 import pickle
 import signal
-import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -25,7 +23,7 @@ from typing import Any
 from grpo.common import format_exception, one_line, text_of, without_surrogates
 from grpo.environment.calls import TOOL_NAME, error_text
 from grpo.process.child import end_with_parent
-from grpo.reward.loading import load_object
+from grpo.reward.loading import lines_in_module, load_object, show_line
 from grpo.settings.table import MOST_REWARD
 
 MOST_TEXT = 1_000_000  # Characters of a result; the trainer cuts it further, by tokens.
@@ -179,13 +177,6 @@ def copy_of(environment: object) -> bytes:
     return pickled({name: value for name, value in attributes.items() if pickled(value)})
 
 
-def line_in_module(error: BaseException, name: str) -> str:
-    """Where the user's module raised an exception, such as ` (shop.py, line 3)`; empty if the call itself failed."""
-    file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f" ({os.path.relpath(file)}, line {lines[-1]})" if file and lines else ""
-
-
 def serve(connection: Connection, name: str) -> None:
     """The worker's life: answers (method, arguments) one by one until the pool closes the connection.
 
@@ -208,7 +199,8 @@ def serve(connection: Connection, name: str) -> None:
         except BaseException as error:  # A user's code may raise anything, SystemExit included.
             text = str(error)
             if not isinstance(error, EnvironmentFault):
-                text = f"{METHODS.get(method, method)} raised {format_exception(error)}{line_in_module(error, name)}"
+                text = f"{METHODS.get(method, method)} raised {format_exception(error)}"
+                text += show_line(lines_in_module(error, name))
             answer = Reply(failed=without_surrogates(text))  # It is written to completions.csv.
         if os.getpid() != process:
             os._exit(1)

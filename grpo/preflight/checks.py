@@ -347,14 +347,14 @@ def check_episodes(resolved: ResolvedRun, problems: Problems) -> Trial | None:
 
 def check_reset(resolved: ResolvedRun, trial: Trial, problems: Problems) -> None:
     """Checks that the trial's prompt has room for the text of its reset: a run would end at such a row."""
-    asked, files, row = resolved.asked, resolved.files, trial.row
+    settings, files, row = resolved.asked, resolved.files, trial.row
     if not (files and files.tokenizer and resolved.environment and resolved.longest_prompt):
         return  # Faults of these have messages of their own.
-    tools, text = resolved.environment.tools, without_tokens(trial.transcript[0][1])
-    prompt = episode_prompt(asked, row, files.template, tools, text)
+    observation = without_tokens(trial.transcript[0][1])
+    prompt = episode_prompt(settings, row, files.template, resolved.environment.tools, observation)
     length = count_tokens(files.tokenizer, [prompt])[prompt]
-    if length > asked.MAX_PROMPT_LEN:
-        fault = f"the prompt has {length} tokens with the text of its reset, MAX_PROMPT_LEN is {asked.MAX_PROMPT_LEN}"
+    if length > (most := settings.MAX_PROMPT_LEN):
+        fault = f"the prompt has {length} tokens with the text of its reset, MAX_PROMPT_LEN is {most}"
         fix = f"Let `reset` return less, or set MAX_PROMPT_LEN={length}, more where other resets add more"
         problems.add(f"{row.file}, row {row.number}", fault, fix)
 

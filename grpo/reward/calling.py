@@ -4,8 +4,6 @@
 import asyncio
 import functools
 import inspect
-import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -14,7 +12,7 @@ from typing import Any
 import rewards
 from grpo.common import format_exception, one_line, text_of
 from grpo.data.files import RESERVED_ARGUMENTS
-from grpo.reward.loading import load_reward, reward_titles, undisturbed
+from grpo.reward.loading import lines_in_module, load_reward, reward_titles, show_line, undisturbed
 from grpo.settings.table import MOST_REWARD, Settings
 
 Rewards = list[float | None]
@@ -79,7 +77,9 @@ class Reward:
 
     def describe(self, error: BaseException, columns: Iterable[str] = ()) -> RewardError:
         """The error for the user, with its line, or with the names of the `columns` if the call itself failed."""
-        location = error_location(error, self.name.partition(":")[0]) if self.is_custom else ""
+        # Outside of the user's module the last line counts, but for the first, which is the call in this file.
+        lines = lines_in_module(error, self.name) or traceback.extract_tb(error.__traceback__)[1:]
+        location = show_line(lines) if self.is_custom else ""
         if self.is_custom and not location and (names := [name for name in columns if name not in TRL_ARGUMENTS]):
             location = f". Rows have the columns {', '.join(names)}; let it take `**kwargs` for what it does not use"
         return RewardError(f"REWARDS: {self.name} raised {format_exception(error)}{location}")
@@ -163,12 +163,3 @@ def gather(coroutines: Sequence[Coroutine[Any, Any, Rewards]]) -> list[Rewards]:
     except BaseException:  # Such as a KeyboardInterrupt: the coroutines must not go on alone.
         future.cancel()
         raise
-
-
-def error_location(error: BaseException, module: str) -> str:
-    """Where an exception was raised, such as ` (my_rewards.py, line 3)`: the last line in the user's `module`, or in
-    any file if it is not there. It is empty if the call itself failed."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # The first frame is the call in this file.
-    file = getattr(sys.modules.get(module), "__file__", None)
-    frames = [frame for frame in frames if frame.filename == file] or frames
-    return f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""

@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,17 @@ def load_object(name: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             reason += f", neither as {module.replace('.', '/')}.py in {here} nor as an installed package"
         raise ValueError(f"{name!r} cannot be loaded: {reason}") from None
+
+
+def lines_in_module(error: BaseException, name: str) -> list[traceback.FrameSummary]:
+    """The lines of the module of `module:name` that an exception came through; none if the call itself failed."""
+    file = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+    return [line for line in traceback.extract_tb(error.__traceback__) if line.filename == file]
+
+
+def show_line(lines: Sequence[traceback.FrameSummary]) -> str:
+    """The last of these lines, such as ` (my_rewards.py, line 3)`; empty if there are none."""
+    return f" ({os.path.relpath(lines[-1].filename)}, line {lines[-1].lineno})" if lines else ""
 
 
 def check_module_file(module: str) -> None:

@@ -180,17 +180,8 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
     if not rows:
         return []
     sample = sample_rows(rows)
-    answered = []  # The row of each answer, and its text.
-    counts = []  # The answers of each row.
-    for row in sample:
-        # Rows stay unrendered without a tokenizer or a template: their prompt becomes ASSISTANT alone.
-        rendered = row if row.prompt else dataclasses.replace(row, prompt=ASSISTANT)
-        for turn in (*GARBAGE, *(answer_turn(f"[{k}]") for k in range(len(row.rewards) or 2))):
-            answered.append((rendered, completion_of(rendered.prompt, turn)))
-        expected = None if row.rewards else correct_completion(rendered, [name for name, _ in specs])
-        if expected is not None:
-            answered.append((rendered, expected))
-        counts.append(len(GARBAGE) + (len(row.rewards) or 2) + (expected is not None))
+    by_row = [made_up_answers(row, [name for name, _ in specs]) for row in sample]
+    answered = list(itertools.chain.from_iterable(by_row))
     try:
         scores = score_made_up(specs, settings, answered, column_names(rows), tokenizer)
     except RewardError as error:
@@ -202,7 +193,18 @@ def try_rewards(specs: Specs, settings: Settings, rows: Sequence[Row], tokenizer
                 tried += ". Cells of a CSV are text: float(...) makes a number of one"
         raise RewardError(f"{error}. {tried}") from error
     weighted = iter([weight * value for (_, weight), value in zip(specs, values, strict=True)] for values in scores)
-    return [(row, list(itertools.islice(weighted, count))) for row, count in zip(sample, counts, strict=True)]
+    return [(row, list(itertools.islice(weighted, len(own)))) for row, own in zip(sample, by_row, strict=True)]
+
+
+def made_up_answers(row: Row, names: Sequence[str]) -> list[tuple[Row, str]]:
+    """The completions that `try_rewards` tries on a row, which stands beside each."""
+    # Rows stay unrendered without a tokenizer or a template: their prompt becomes ASSISTANT alone.
+    rendered = row if row.prompt else dataclasses.replace(row, prompt=ASSISTANT)
+    turns = (*GARBAGE, *(answer_turn(f"[{k}]") for k in range(len(row.rewards) or 2)))
+    texts = [completion_of(rendered.prompt, turn) for turn in turns]
+    if not row.rewards and (expected := correct_completion(rendered, names)) is not None:
+        texts.append(expected)
+    return [(rendered, text) for text in texts]
 
 
 def find_failing(
