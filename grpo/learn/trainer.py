@@ -32,6 +32,7 @@ from grpo.learn.stop import StopCallback
 from grpo.learn.timer import StepTimerCallback
 from grpo.model.expert_lora import experts_wrapped
 from grpo.model.load import stop_tokens
+from grpo.model.long_layers import joined_memory
 from grpo.output.archive import model_card
 from grpo.output.best import read_best
 from grpo.output.checkpoints import ROLLOUT, begin_checkpoint, finish_checkpoint, rotate_checkpoints
@@ -110,7 +111,8 @@ class Trainer(Learner):
                     torch.manual_seed(sampling_seed(s.SEED, step, "train") + self.run.ranks.rank)
                     new_tokens = 0
                 part = part_of_rollout(rollout, index % s.STEPS_PER_GENERATION, s.STEPS_PER_GENERATION)
-                loss = self.learn(model, *part)
+                with joined_memory(self.run.plan.layer_chunk > 0):
+                    loss = self.learn(model, *part)
             except (RewardError, MismatchGrown):
                 self.save_last_step()  # A resumed run makes this rollout again.
                 raise

@@ -149,7 +149,8 @@ class SinkAttention(torch.autograd.Function):
         shape |= {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
         out, lse = kernel.forward(q[:n], k[keys], v[keys], **shape)
         total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])  # (Hq, n)
-        out = pad((out * (lse - total).exp().T[..., None]).to(q.dtype), (0, 0, 0, 0, 0, len(q) - n))
+        out.mul_((lse - total).exp().T[..., None])  # In place: torch computes it in float32 without a copy of `out`.
+        out = pad(out, (0, 0, 0, 0, 0, len(q) - n))
         ctx.save_for_backward(q, k, v, out, total)
         ctx.batch, ctx.kernel, ctx.shape = batch, kernel, shape
         return out

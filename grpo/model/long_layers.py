@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import (
     ALL_ATTENTION_FUNCTIONS,
     GptOssDecoderLayer,
+    GptOssRMSNorm,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
@@ -20,12 +21,33 @@ from grpo.model.experts import dequantized_once
 ByToken = Callable[..., tuple[Tensor, ...]]  # (slice of tokens, their inputs) -> their outputs
 
 
+@contextlib.contextmanager
+def joined_memory(wanted: bool) -> Iterator[None]:
+    """Inside the block torch's allocator joins all memory that is free, if `wanted`, whatever the sizes of the tensors
+    that it held. Otherwise an input that a layer keeps lies in a block of twice its size, of which nobody needs the
+    rest: four completions of 65,536 tokens held 5 GiB in vain (docs/results/long-46-h200.json).
+
+    vLLM's sleep needs the other way (https://github.com/pytorch/pytorch/issues/147851), so this is no variable of the
+    environment. torch has no public name for it; vLLM and verl call this one too."""
+    if not wanted:
+        yield
+        return
+    torch.cuda.empty_cache()  # Blocks that are there already would be used first, as they are.
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
 def chunk_layers(model: PreTrainedModel, tokens: int, on_host: bool) -> None:
     """Let the layers of the base `model` compute longer micro-batches in chunks of `tokens`, and with `on_host` keep
     what the backward pass starts from in host memory."""
     for layer in model.model.layers:
         layer.__class__ = LongLayer
         layer.chunk, layer.on_host = tokens, on_host
+    model.model.norm.__class__ = LongNorm
+    model.model.norm.chunk = tokens
 
 
 class LongLayer(GptOssDecoderLayer):
@@ -67,6 +89,34 @@ class LongLayer(GptOssDecoderLayer):
         """The layer's outputs (R, T, H) from its inputs and the result of attention."""
         hidden = hidden + self.self_attn.o_proj(attended)
         return (hidden + self.mlp(self.post_attention_layernorm(hidden))[0],)
+
+
+class LongNorm(GptOssRMSNorm):
+    """The norm behind the layers, which in float32 would take five times what it normalizes."""
+
+    chunk: int
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.shape[:2].numel() <= self.chunk:
+            return super().forward(hidden_states)
+        return cast(Tensor, ChunkedNorm.apply(self, hidden_states))
+
+    def of_chunk(self, _: slice, hidden: Tensor) -> tuple[Tensor]:
+        return (super().forward(hidden),)
+
+
+class ChunkedNorm(torch.autograd.Function):
+    """A frozen norm chunk by chunk: apply(norm, hidden states (R, T, H))."""
+
+    @staticmethod
+    def forward(ctx, norm, hidden):
+        ctx.norm = norm
+        ctx.save_for_backward(hidden)
+        return in_chunks(norm.chunk, norm.of_chunk, hidden)[0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, backward_in_chunks(ctx.norm.chunk, ctx.norm.of_chunk, (gradient,), *ctx.saved_tensors)[0]
 
 
 class ChunkedLayer(torch.autograd.Function):

@@ -216,8 +216,7 @@ def learning_gib(
         saved = (tokens * saved_per_token + scores) * layers
     completion_tokens = completions * settings.MAX_COMPLETION_LEN
     tile = min(completion_tokens, HEAD_ROWS) * min(config["vocab_size"], HEAD_TILE) * 6  # float32, and BF16 gradients
-    # The last norm's input in float32 counts where layers take so little that the head may take more.
-    head = tile + (tokens * (6 if chunk else 2) + completion_tokens * 8) * hidden
+    head = tile + (tokens * 2 + completion_tokens * 8) * hidden
     # The largest tensor once more, as an allowance for free blocks that torch's allocator cannot join: 12 x 32
     # completions on an H100 took 3 GiB more than the rest (docs/results/experts-shared-384-recomputed-h100.json).
     apart = top * 2 * config["intermediate_size"] * 2

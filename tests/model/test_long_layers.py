@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers in chunks of tokens: the same loss and gradients in less memory, and without computing a chunk in vain."""
 
+import contextlib
 import dataclasses
 import weakref
 
@@ -10,12 +11,12 @@ from expert_models import load
 from reference_kernel import REFERENCE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainers import apart, batch, loss_and_gradients, make, plain_float32
+from trainers import apart, batch, loss_and_gradients, make, plain_float32, sample_with, step_of
 
 from grpo.model import attention
 from grpo.model.attention import Kernel, hidden_states, install_attention, unwrap_peft
 from grpo.model.experts import quantized_experts
-from grpo.model.long_layers import chunk_layers, in_chunks
+from grpo.model.long_layers import chunk_layers, in_chunks, joined_memory
 from grpo.model.packing import pack_batch
 from grpo.plan.memory import chunked_bytes
 
@@ -154,3 +155,50 @@ def test_no_chunk_is_kept_until_the_last():
     with PeakBytes() as memory:
         (doubled,) = in_chunks(CHUNK, lambda part, x: (x * 2,), hidden)
     assert doubled.equal(hidden * 2) and memory.peak < hidden.nbytes + 1.5 * doubled.nbytes
+
+
+def test_the_last_norm_takes_little_more_than_its_input(tiny, tmp_path):
+    """In float32 it took five times as much; its results stay the same bit by bit."""
+    base = unwrap_peft(make(tiny, tmp_path).model)
+
+    def normalized():
+        hidden = torch.randn(1, 512, base.config.hidden_size, dtype=torch.bfloat16, generator=torch.manual_seed(1))
+        with PeakBytes() as memory:
+            states = base.model.norm(hidden.requires_grad_())
+            states.backward(torch.ones_like(states))
+        return memory.peak / hidden.nbytes, states, hidden.grad
+
+    whole, *expected = normalized()
+    chunk_layers(base, 16, on_host=False)
+    chunked, *values = normalized()
+    assert whole > 8 and chunked < 5
+    assert all(torch.equal(value, other) for value, other in zip(values, expected, strict=True))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("chunk", [0, CHUNK])
+def test_the_allocator_joins_free_memory_while_long_layers_learn(tiny, tmp_path, monkeypatch, chunk, fails):
+    """And not while vLLM allocates, even after a fault."""
+    calls, trainer = [], make(tiny, tmp_path, TOTAL_STEPS=1)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    trainer.run.resolved.plan = dataclasses.replace(trainer.run.plan, layer_chunk=chunk)
+
+    def learn(*arguments):
+        calls.append("learning")
+        if fails:
+            raise RuntimeError("out of memory")
+        return torch.zeros((), requires_grad=True)
+
+    monkeypatch.setattr(trainer, "learn", learn)
+    sample_with(trainer, lambda: step_of(trainer, 4))
+    inputs = [{"row": n // trainer.run.settings.NUM_GENERATIONS} for n in range(4)]
+    with pytest.raises(RuntimeError, match="out of memory") if fails else contextlib.nullcontext():
+        trainer.training_step(trainer.model, inputs)
+    switch = "expandable_segments:{}".format
+    assert calls == ([switch(True), "learning", switch(False)] if chunk else ["learning"])
+
+
+def test_torch_has_the_setting_of_its_allocator():
+    """torch has no public name for it."""
+    with joined_memory(True):
+        assert torch.ones(2).sum() == 2
