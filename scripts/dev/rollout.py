@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -166,7 +167,7 @@ class RunWatch:
             values |= {"parity_base": max(row["mean"] for row in run.parity if row["when"] == BASE)}
             values |= {"parity_control_mean": min(controls)}
         if run.engine:
-            values["generate_tok_s"] = mean(self.tok_s[1:] or self.tok_s)
+            values["generate_tok_s"] = mean(self.tok_s[1:] or self.tok_s or [math.nan])  # Episodes are not sampled.
             values["asleep_gib"] = self.asleep_gib
             if run.engine.pages:
                 values["paged_gib"] = run.engine.pages.nbytes / GIB

@@ -130,3 +130,11 @@ def test_what_vllm_lends_is_summed_bit_by_bit(tiny):
     model.lm_head.weight.data[3, 2] *= -1
     after = rollout.bit_sums(rollout.lent_tensors(model))
     assert [name for name in after if after[name] != sums[name]] == [f"{layers - 1}.down_proj.values", "lm_head.weight"]
+
+
+def test_episodes_are_measured(child):
+    """Their turns are generated one by one, so there is no speed of generating alone."""
+    words = f"--data {record.ROOT}/data/tes_day_train.jsonl", "TASK=tes_day", f"REWARDS={record.NOISE}"
+    smallest = "TOTAL_STEPS=1", "PROMPTS_PER_STEP=1", "NUM_GENERATIONS=2", "MAX_COMPLETION_LEN=400"
+    code, values = child(*" --set ".join((*words, *smallest)).split())
+    assert code == 0 and values["rollout_tok_s"] > 0 and "generate_tok_s" not in values
