@@ -31,6 +31,7 @@ TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 _AUTHOR = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _BEGIN_OF_TOKEN = re.compile(r"<\|(?=[A-Za-z0-9_]+\|>)")
+MOST_DEPTH = 100  # JSON is read to a depth of almost 1000, but pickle, which sends arguments on, fails at half of that.
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,18 @@ def read_call(ids: Sequence[int], special: Mapping[str, int], decode: Callable[[
         return Call(author, name, fault=f"the arguments are no JSON object ({error})")
     if not isinstance(arguments, dict):
         return Call(author, name, fault=f"the arguments are {type(arguments).__name__}, not a JSON object")
+    if is_deeper(arguments, MOST_DEPTH):
+        return Call(author, name, fault=f"the arguments are nested more than {MOST_DEPTH} times")
     return Call(author, name, arguments)
+
+
+def is_deeper(value: object, most: int) -> bool:
+    """Whether lists and objects of JSON are nested in each other more than `most` times."""
+    level = [value]
+    for _ in range(most + 1):
+        nested = [part for part in level if isinstance(part, (dict, list))]
+        level = [part for parts in nested for part in (parts.values() if isinstance(parts, dict) else parts)]
+    return bool(level)
 
 
 def write_call(name: str, arguments: Mapping[str, object]) -> str:

@@ -35,6 +35,11 @@ def test_every_form_is_read_as_openai_harmony_reads_it(form):
         assert (call.author, call.arguments, call.fault) == (form["recipient"], json.loads(form["body"]), "")
 
 
+def nested(depth):
+    lists = "[" * (depth - 1) + "1" + "]" * (depth - 1)
+    return f'<|channel|>commentary to=functions.run<|message|>{{"a": {lists}}}<|call|>'
+
+
 UNREADABLE = [  # (text, author of the answer, words of the fault)
     ('<|channel|>commentary<|message|>{"level": 2}<|call|>', "functions", "names no tool"),
     ("<|call|>", "functions", "names no tool"),
@@ -42,6 +47,8 @@ UNREADABLE = [  # (text, author of the answer, words of the fault)
     ("<|channel|>commentary to=functions.run<|message|>{level: 2}<|call|>", "functions.run", "no JSON object"),
     ("<|channel|>commentary to=functions.run<|message|>[2]<|call|>", "functions.run", "list, not a JSON object"),
     ("<|channel|>commentary to=functions.run<|message|>" + "[" * 9000 + "<|call|>", "functions.run", "no JSON object"),
+    (nested(100), "functions.run", ""),
+    (nested(101), "functions.run", "nested more than 100 times"),
     ("<|channel|>commentary to=python<|message|>1+1<|call|>", "python", "no tool 'python'"),
     ("<|channel|>commentary to=functions.a\u2028b<|message|>{}<|call|>", "functions.a", ""),
     ("<|channel|>commentary to=f;x<|message|>{}<|call|>", "functions", "no tool 'f;x'"),

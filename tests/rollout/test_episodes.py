@@ -83,9 +83,11 @@ def test_turns_and_results_follow_each_other(play, stepwise):
     assert model.batches == ([3, 2, 1] if not stepwise else [1] * 6)
 
 
+NESTED = call('{"number": ' + "[" * 700 + "]" * 700 + "}")
 ENDS = {  # (script, end, calls, unread, errors, settings)
     "unreadable": ([call("{x"), FINAL], "answer", 1, 1, 0, {}),
     "unknown tool": ([call("{}", "add_all"), FINAL], "answer", 1, 1, 0, {}),
+    "too deep for pickle": ([NESTED, FINAL], "answer", 1, 1, 0, {"MAX_COMPLETION_LEN": 6000}),
     "tool raised": ([call("{}", "fail"), FINAL], "answer", 1, 0, 1, {}),
     "turns": ([add(5), add(5), FINAL], "turns", 2, 0, 0, {"MAX_TURNS": 2}),
     "turn_len": ([add(5), "<|channel|>analysis<|message|>" + "long " * 40], "turn_len", 1, 0, 0, {"MAX_TURN_LEN": 90}),
