@@ -41,12 +41,18 @@ class Sum:
         return float(self.done)
 
 
+class TooFar(Exception):
+    def __init__(self, number, most):
+        super().__init__(f"{number} is more than {most}")
+
+
 class Rough(Sum):
     """Everything that a tool should not do."""
 
     def __init__(self):
         super().__init__()
         self.lock = threading.Lock()  # It cannot be pickled.
+        self.error = TooFar(5, 3)  # It can, but its pickle cannot be read: it has one argument.
 
     def leave(self):
         """Ends its process."""

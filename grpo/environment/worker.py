@@ -162,11 +162,12 @@ def number(value: Any, where: str) -> float | None:
 
 
 def copy_of(environment: object) -> bytes:
-    """A pickle of the environment, or of those of its attributes that can be pickled."""
+    """A pickle of the environment, or of those of its attributes that can be pickled and read again."""
 
     def pickled(value: object) -> bytes:
         try:
             data = pickle.dumps(value)
+            pickle.loads(data)  # An exception with arguments of its own is written, but raises where it is read.
         except Exception:  # Open files, locks, the user's own errors.
             return b""
         return data if len(data) <= MOST_COPY else b""
