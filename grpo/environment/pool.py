@@ -118,8 +118,11 @@ class EnvironmentPool:
 
     def take(self) -> Environment:
         """An environment that plays no episode."""
-        if self.idle:
-            return self.idle.pop()
+        while self.idle:
+            environment = self.idle.pop()
+            if environment.process.is_alive():
+                return environment
+            self.kill(environment)
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)
         # `describe_environment` has imported the module already: it neither fails nor hangs here.

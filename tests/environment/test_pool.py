@@ -4,6 +4,7 @@
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -118,6 +119,18 @@ def test_what_fails_is_named_and_replaced(pool_of, tool, arguments, failure):
     assert failed.startswith(failure) and failed.count("line") == failure.count(" raised ")
     assert not environment.process.is_alive() and pool.all == set()
     assert ask(pool, pool.take(), "reset", {}).text == " Reach 0."
+
+
+def test_what_died_between_two_episodes_is_not_lent(pool_of):
+    """The kernel may end many at once where memory is short: an episode has two tries alone."""
+    pool = pool_of("Sum")
+    environments = [pool.take() for _ in range(3)]
+    for environment in environments:
+        ask(pool, environment, "reset", {})
+        pool.give_back(environment)
+        os.kill(environment.process.pid, signal.SIGKILL)
+        environment.process.join()
+    assert ask(pool, pool.take(), "reset", {}).text == " Reach 0." and len(pool.all) == 1
 
 
 def test_a_copy_a_thread_and_megabytes_stay_there(pool_of):
