@@ -217,7 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", type=Path, help="the model's folder as on the Hub, or a GGUF file; for a new OUT")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model, the rows and verl's files")
     parser.add_argument("--results", type=Path, required=True, help="JSON to write")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="default: all, in this order")
+    text = "default: all, in this order; none only writes the JSON of those that ran, also side by side in copies of OUT"
+    parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES), help=text)
     parser.add_argument("--steps", type=int, default=100, help="of ppo and of grpo (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the rows (default %(default)s)")
     text = "a further option of verl, for all stages but sft"
@@ -232,6 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_rows(options.out / "rows", options.seed)
     for stage in options.stages:
         run_stage(stage, options)
+        write_results(options.out, options.results)
+    if not options.stages:
         write_results(options.out, options.results)
     return 0
 

@@ -133,6 +133,8 @@ def test_stages_follow_each_other(few, tmp_path, monkeypatch):
     assert not (out / "verl/ppo").exists() and (out / "verl/grpo").exists(), "verl would have continued from step 100"
     values = {row["name"]: row["value"] for row in json.loads(results.read_text(encoding="utf-8"))["figures"]}
     assert values == {"sft.seconds": 2.5, "ppo.seconds": 1.2}
+    results.unlink()
+    assert verl_smollm2.main([*arguments, "--stages"]) == 0 and results.exists() and ran.call_count == 3
     with pytest.raises(InputError, match="holds no model: give --source"):
         verl_smollm2.main(["--out", str(tmp_path / "new"), "--results", str(results)])
 
