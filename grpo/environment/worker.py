@@ -167,10 +167,12 @@ def copy_of(environment: object) -> bytes:
     def pickled(value: object) -> bytes:
         try:
             data = pickle.dumps(value)
+            if len(data) > MOST_COPY:
+                return b""
             pickle.loads(data)  # An exception with arguments of its own is written, but raises where it is read.
         except Exception:  # Open files, locks, the user's own errors.
             return b""
-        return data if len(data) <= MOST_COPY else b""
+        return data
 
     if whole := pickled(environment):
         return whole
