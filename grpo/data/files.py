@@ -31,6 +31,7 @@ from grpo.settings.table import MOST_REWARD
 
 REWARD_COLUMN = re.compile("reward_action_(0|[1-9][0-9]{0,5})")
 Q_COLUMN = re.compile("q_action_(0|[1-9][0-9]{0,5})")
+NEAR_ACTION = re.compile(r"(reward|q)[\W_]*action[\W_]*(\d{1,9})", re.IGNORECASE)
 # Keyword arguments of reward functions: those that TRL passes or drops, and the four that docs/data.md adds. A column
 # with one of these names is passed as `csv_NAME`; every other column keeps its name.
 RESERVED_ARGUMENTS = {
@@ -113,6 +114,24 @@ def join_names(columns: Iterable[str]) -> str:
     return one_line(", ".join(columns), 200)
 
 
+def near_columns(header: Sequence[str]) -> dict[str, str]:
+    """The columns that have the name of one that is read, but for case, separators and leading zeros, and that name.
+    They would be passed on as columns of the user's own, and every row lack what they hold. Single common words, such
+    as `System`, are left to the user, and beside `prompt` so are the other prompts."""
+    missing = {"reasoning_effort", "chat_template_kwargs"} - set(header)
+    if {"user", "question", "messages"} & set(header) and "prompt" not in header:
+        missing |= {"prompt", "question"} - set(header)
+    known = {name.replace("_", ""): name for name in missing}
+    near = {}
+    for name in header:
+        right = known.get(re.sub(r"[\W_]", "", name).lower(), name)
+        if match := NEAR_ACTION.fullmatch(name):
+            right = f"{match[1].lower()}_action_{int(match[2])}"
+        if right != name:
+            near[name] = right
+    return near
+
+
 def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
     """The number of reward_action_k columns. Adds a problem for each fault of the header."""
     where = f"{path}, header"
@@ -129,6 +148,11 @@ def check_header(path: str, header: Sequence[str], problems: Problems) -> int:
         if other := next((name for name in header if name.lower() in (*PROMPT_COLUMNS, "messages")), None):
             fix = f"Rename `{other}` to `{other.lower()}`"
         problems.add(where, problem, fix)
+    if near := near_columns(header):
+        for name, column in near.items():
+            problem = f"column {one_line(repr(name), 200)} is nearly `{column}`, and would not be read as it"
+            problems.add(where, problem, f"Rename it to `{column}`, or to another name if it is something else")
+        return 0  # The numbers of the others may have a gap that the renamed ones fill.
     actions = sorted(int(match[1]) for match in map(REWARD_COLUMN.fullmatch, header) if match)
     values = sorted(int(match[1]) for match in map(Q_COLUMN.fullmatch, header) if match)
     gap = next((k for k in range(len(actions)) if k not in actions), None)

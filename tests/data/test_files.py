@@ -151,6 +151,43 @@ REFUSED = {  # content of the file -> part of the problem
 }
 
 
+NEARLY = [  # a name, beside columns that are right, and the column that it is nearly
+    *((f"reward{end}", "reward_action_2") for end in ("_action_02", "_action2", "-action-2", " Action 2", "Action２")),
+    ("Reward_Action_1", "reward_action_1"),
+    ("reward_action_00", "reward_action_0"),
+    ("q_action_01", "q_action_1"),
+    ("Q action 2", "q_action_2"),
+    ("qAction1", "q_action_1"),
+    ("Reasoning-Effort", "reasoning_effort"),
+    ("chatTemplateKwargs", "chat_template_kwargs"),
+    ("Prompt", "prompt"),
+    ("QUESTION", "question"),
+]
+
+
+@pytest.mark.parametrize(("name", "right"), NEARLY)
+@pytest.mark.parametrize("ending", ["csv", "jsonl"])
+def test_a_column_that_is_nearly_one_is_no_column_of_the_users(tmp_path, ending, name, right):
+    """It would be trained without: the others suffice for a run."""
+    cells = {"user": "Go", "reward_action_0": 1, "reward_action_1": 2, name: 4}
+    path = tmp_path / f"d.{ending}"
+    rows, problems = load_json(path, **cells) if ending == "jsonl" else load_table(path, cells, cells.values())
+    assert not rows and only(problems).startswith(f"{path}, header: column {name!r} is nearly `{right}`")
+    assert f"Rename it to `{right}`" in problems[0]
+
+
+OTHERS = ["reward_note", "q_sum", "reward_action", "q_action", "reward_action_1_old", "my_reward_action_1", "action_1"]
+OTHERS += ["reward_action_1.1", "max_reward_action_01", "prompt_id", "effort", "System", "Tools", "User", "Messages"]
+
+
+def test_other_columns_are_the_users_own(tmp_path):
+    cells = {"question": "Go", "reward_action_0": 1, "reward_action_1": 2} | dict.fromkeys(OTHERS, "x")
+    rows, problems = load_json(tmp_path / "d.jsonl", **cells)
+    assert not problems and rows[0].rewards == (1.0, 2.0) and reward_columns(rows[0]).keys() >= set(OTHERS)
+    rows, problems = load_json(tmp_path / "d.jsonl", prompt="Go", user=0, Prompt=1, Question=2)
+    assert not problems, "beside `prompt` they are any columns"
+
+
 @pytest.mark.parametrize(("content", "words"), REFUSED.items(), ids=REFUSED.values())
 def test_refused(tmp_path, content, words):
     path = tmp_path / "d.csv"
