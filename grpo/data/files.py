@@ -207,6 +207,11 @@ def as_conversation(prompt: Cell) -> Cell:
     return value if any({"role", "content"} <= names or {"from", "value"} <= names for names in keys) else prompt
 
 
+def is_empty(cell: Cell) -> bool:
+    """Whether a cell, or the content of a message, holds no text at all."""
+    return cell in (None, []) or not str(cell).strip()
+
+
 def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -> Messages:
     """The messages in a cell of the column `name`, a list of messages as in TRL's data sets; () after a problem."""
     try:
@@ -216,13 +221,15 @@ def read_conversation(where: str, name: str, prompt: Cell, problems: Problems) -
     roles = [role for role, _ in messages]
     known = bool(roles) and roles[0] in (*INSTRUCTING, "user")
     known = known and all(role in ("user", "assistant") for role in roles[1:])
-    if not known or not all(isinstance(text, str) for _, text in messages):
-        problem = "it is no list of messages with text: system or developer first, then user and assistant"
-        fix = 'Write [{"role": "user", "content": "..."}], or the whole prompt as text'
-    elif any(message.get("tool_calls") for message in prompt):
+    if known and any(message.get("tool_calls") for message in prompt):
         problem = "it holds tool calls, which are not rendered"
         fix = "Write the whole prompt rendered, as text that begins with <|start|>"
-    elif roles[-1] != "user" or not messages[-1][1].strip():
+    elif known and roles[-1] == "user" and is_empty(messages[-1][1]):
+        problem, fix = "the prompt is empty: its last message holds no text", "Fill it in or remove the row"
+    elif not known or not all(isinstance(text, str) for _, text in messages):
+        problem = "it is no list of messages with text: system or developer first, then user and assistant"
+        fix = 'Write [{"role": "user", "content": "..."}], or the whole prompt as text'
+    elif roles[-1] != "user":
         problem = f"it ends with a message of the role {roles[-1]!r}, not with the user's question"
         fix = f'Leave the answer out: data.map(lambda row: {{"prompt": row["{name}"][:-1]}}) ({FORMATS_DOC})'
     else:
@@ -235,7 +242,7 @@ def prompt_column(where: str, columns: Columns, problems: Problems) -> str:
     """The column that holds a row's prompt; empty after a problem. With `prompt` the others are any columns, as in TRL;
     without it two of them are a problem: `user` may be a nickname beside a `question`."""
     columns = {name: columns[name] for name in (*PROMPT_COLUMNS, "messages") if name in columns}
-    filled = [name for name, cell in columns.items() if cell not in (None, []) and str(cell).strip()]
+    filled = [name for name, cell in columns.items() if not is_empty(cell)]
     if len(filled) == 1 or "prompt" in filled:
         return filled[0]
     if not filled:

@@ -227,9 +227,14 @@ FAULTS = [
     ([{"role": "assistant", "content": "Hi"}, ASKED], "it is no list"),
     ([{"role": "user", "content": [{"type": "text"}]}], "it is no list"),
     ([{"role": ["user"], "content": "Hi"}], "it is no list"),
-    ([{"role": "user", "content": " "}], "it ends with a message of the role 'user', not with the user's question"),
+    *(([{"role": "user", "content": text}], "the prompt is empty") for text in ("", " \n", "\u3000", None, [])),
+    ([*ANSWERED, {"role": "user", "content": ""}], "the prompt is empty: its last message holds no text. Fill it in"),
+    ([{"role": "user", "content": 0}], "it is no list of messages with text"),
+    ([ASKED, {"role": "assistant", "content": ""}], "it ends with a message of the role 'assistant'"),
+    ([{"role": "user", "content": None}, ASKED], "it is no list of messages with text"),
     ([], "the prompt is empty"),
     ([ASKED, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}, ASKED], "it holds tool calls"),
+    ([ASKED, {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}, ASKED], "it holds tool calls"),
 ]
 
 
