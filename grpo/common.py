@@ -79,6 +79,12 @@ def restored_variables(*names: str) -> Iterator[None]:
                 os.environ[name] = before
 
 
+def allocator_settings() -> str:
+    """The user's settings of torch's allocator, without spaces. torch reads the first of two variables that is set."""
+    text = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    return text.replace(" ", "").strip(",")
+
+
 def without_surrogates(text: str) -> str:
     """The text with U+FFFD for each lone surrogate: neither UTF-8 nor a tokenizer takes them."""
     return re.sub("[\ud800-\udfff]", "\ufffd", text)

@@ -16,6 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
     eager_attention_forward,
 )
 
+from grpo.common import allocator_settings
 from grpo.model.experts import dequantized_once
 
 ByToken = Callable[..., tuple[Tensor, ...]]  # (slice of tokens, their inputs) -> their outputs
@@ -27,17 +28,21 @@ def joined_memory(wanted: bool) -> Iterator[None]:
     that it held. Otherwise an input that a layer keeps lies in a block of twice its size, of which nobody needs the
     rest: four completions of 65,536 tokens held 5 GiB in vain (docs/results/long-46-h200.json).
 
-    vLLM's sleep needs the other way (https://github.com/pytorch/pytorch/issues/147851), so this is no variable of the
-    environment. torch has no public name for it; vLLM and verl call this one too."""
-    if not wanted:
+    Memory of vLLM's that sleeps must not be joined (https://github.com/pytorch/pytorch/issues/147851), so this is no
+    variable of the environment. Where the user turned it on by one, nothing changes: `vllm_environment` sees to vLLM.
+    torch has no public name for it; vLLM and verl call this one too."""
+    settings = allocator_settings()
+    if not wanted or "expandable_segments:True" in settings:
         yield
         return
+    change = torch._C._accelerator_setAllocatorSettings
+    kept = f"{settings}," if settings else ""  # Some options that a call leaves out return to torch's own values.
     torch.cuda.empty_cache()  # Blocks that are there already would be used first, as they are.
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    change(f"{kept}expandable_segments:True")
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        change(f"{kept}expandable_segments:False")
 
 
 def chunk_layers(model: PreTrainedModel, tokens: int, on_host: bool) -> None:

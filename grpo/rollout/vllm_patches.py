@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from grpo.common import log, restored_variables
+from grpo.common import allocator_settings, log, restored_variables
 from grpo.plan.engine_memory import SWIZZLED_AT_ONCE
 
 # TRL sets the same log level; with a lower one vLLM warns of every kernel that a rollout compiles (vllm/envs.py).
@@ -32,6 +32,10 @@ def vllm_environment() -> Iterator[None]:
         # In a process that compiles, but not in one that loads compiled code, torch moves Triton's cache into its own,
         # of which vLLM has one per configuration: https://github.com/sgl-project/sglang-omni/issues/439
         os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+        # vLLM keeps expandable segments out of the memory that sleeps, but looks for them in this one of torch's two
+        # variables, and not beside spaces (vllm/device_allocator/cumem.py).
+        if settings := allocator_settings():
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings
         yield
 
 

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from expert_models import load
+from helpers import run_python
 from reference_kernel import REFERENCE
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -175,10 +176,30 @@ def test_the_last_norm_takes_little_more_than_its_input(tiny, tmp_path):
     assert all(torch.equal(value, other) for value, other in zip(values, expected, strict=True))
 
 
+ON, OFF = "expandable_segments:True", "expandable_segments:False"
+CUDA_CONF, CONF, SPLIT = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "max_split_size_mb:256"
+ALLOCATORS = [  # the user's variables, and what is set while long layers learn, and behind them
+    ({}, [ON, OFF]),
+    ({CUDA_CONF: OFF}, [f"{OFF},{ON}", f"{OFF},{OFF}"]),
+    ({CUDA_CONF: f"{SPLIT}, "}, [f"{SPLIT},{ON}", f"{SPLIT},{OFF}"]),
+    ({CUDA_CONF: f"{SPLIT},{ON}"}, None),
+    ({CONF: "expandable_segments : True"}, None),
+    ({CUDA_CONF: SPLIT, CONF: ON}, [f"{SPLIT},{ON}", f"{SPLIT},{OFF}"]),
+]
+
+
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("chunk", [0, CHUNK])
-def test_the_allocator_joins_free_memory_while_long_layers_learn(tiny, tmp_path, monkeypatch, chunk, fails):
-    """And not while vLLM allocates, even after a fault."""
+@pytest.mark.parametrize(("chunk", "variables", "switches"), [(0, {}, None), *((CHUNK, *case) for case in ALLOCATORS)])
+def test_the_allocator_joins_free_memory_while_long_layers_learn(
+    tiny, tmp_path, monkeypatch, chunk, variables, switches, fails
+):
+    """And behind them is as the user set it, even after a fault: without a word of the user's, vLLM's sleep needs
+    memory that is not joined."""
+    for name in (CUDA_CONF, CONF):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     calls, trainer = [], make(tiny, tmp_path, TOTAL_STEPS=1)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
     trainer.run.resolved.plan = dataclasses.replace(trainer.run.plan, layer_chunk=chunk)
@@ -194,11 +215,23 @@ def test_the_allocator_joins_free_memory_while_long_layers_learn(tiny, tmp_path,
     inputs = [{"row": n // trainer.run.settings.NUM_GENERATIONS} for n in range(4)]
     with pytest.raises(RuntimeError, match="out of memory") if fails else contextlib.nullcontext():
         trainer.training_step(trainer.model, inputs)
-    switch = "expandable_segments:{}".format
-    assert calls == ([switch(True), "learning", switch(False)] if chunk else ["learning"])
+    before, behind = ([switch] for switch in switches) if switches else ([], [])
+    assert calls == [*before, "learning", *behind]
 
 
-def test_torch_has_the_setting_of_its_allocator():
-    """torch has no public name for it."""
+def test_torch_has_the_setting_of_its_allocator(monkeypatch):
+    """torch has no public name for it, and forgets what it is not told again."""
+    monkeypatch.setenv(CUDA_CONF, SPLIT)
     with joined_memory(True):
         assert torch.ones(2).sum() == 2
+        assert torch._C._accelerator_getAllocatorSettings() == f"{SPLIT},{ON}"
+    assert torch._C._accelerator_getAllocatorSettings() == f"{SPLIT},{OFF}"
+    torch._C._accelerator_setAllocatorSettings("")
+
+
+@pytest.mark.parametrize("variables", [{CUDA_CONF: SPLIT, CONF: ON}, {CONF: ON}])
+def test_torch_reads_the_variables_in_this_order(variables):
+    program = "import torch; from grpo.common import allocator_settings; "
+    program += "print(torch._C._accelerator_getAllocatorSettings(), allocator_settings())"
+    read, ours = run_python("-c", program, **variables).stdout.split()
+    assert read == ours == variables.get(CUDA_CONF, ON)

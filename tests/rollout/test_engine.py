@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from grpo.plan.hub import REAL_CONFIG, TINY_PATH
 from grpo.plan.machine import GIB
 from grpo.plan.memory import PlanInputs, plan_memory
 from grpo.rollout.engine import EngineError, chosen_backends, engine_arguments, gpu_used_gib, start_engine
-from grpo.rollout.vllm_patches import close_process_group
+from grpo.rollout.vllm_patches import close_process_group, vllm_environment
 from grpo.settings.table import Settings
 
 # What `chosen_backends` reads of vLLM's GptOssForCausalLM.
@@ -212,3 +212,20 @@ def test_paged_weights_leave_and_shared_ones_are_lent_while_vllm_is_awake(monkey
         "shared": [*start, ("lends", pointers), "sleeps", *wake],
     }
     assert calls == expected[experts]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256, expandable_segments: True"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {},
+    ],
+)
+def test_vllm_learns_of_expandable_segments_as_torch_reads_them(variables):
+    """It reads one of torch's two variables, and its memory that sleeps must hold none."""
+    others = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    text = next(iter(variables.values()), "").replace(" ", "")
+    with patch.dict(os.environ, others | variables, clear=True), vllm_environment():
+        assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") == text

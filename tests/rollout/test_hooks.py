@@ -228,6 +228,10 @@ RELIED_ON = {  # excerpts of a definition's source
     f"{CUMEM}:CuMemAllocator.wake_up": [  # Mapped already or not, and whatever has a backup comes back.
         "if tags is None or data.tag in tags:", "create_and_map(handle)", "data.cpu_backup_tensor = None",
     ],
+    f"{CUMEM}:CuMemAllocator.use_memory_pool": [  # The variable and the spelling that `vllm_environment` sets.
+        "os.environ.get('PYTORCH_CUDA_ALLOC_CONF', '')", "'expandable_segments:True' in conf",
+        "_set_allocator_settings('expandable_segments:False')", "_set_allocator_settings('expandable_segments:True')",
+    ],
     f"{CUMEM}:unmap_and_release": ["(allocation_handle:"],
     "distributed/device_communicators/cuda_wrapper.py:CudaRTLibrary.cudaMemcpy": ["(self, dst:", "src:", "count:"],
     # Pushed weights: model.layers.N.attn.qkv_proj.weight, attn.o_proj.weight; with LoRA, base_layer in between.
