@@ -80,7 +80,7 @@ def test_a_stage_writes_the_rows_and_starts_verl(started, tmp_path, stage, modul
     assert env["OUTPUT_DIR"] == str(output_dir) and env["MODEL_ID"] == str(tmp_path / "plain"), "absolute, for Ray"
     assert env["PYTHONPATH"] == str(ROOT)
     modules = env["VERL_USE_EXTERNAL_MODULES"].split(",")
-    assert modules == ["grpo.verl.sum_resolver", "grpo.verl.critic", "grpo.verl.log_probs"]
+    assert modules == ["grpo.verl.sum_resolver", "grpo.verl.critic"]
     assert len(parquet.read_table(output_dir / "data" / "train.parquet")) == 200
 
 
@@ -259,22 +259,6 @@ def test_a_failed_rollout_ends_the_run(monkeypatch):
     queue.failed = ["a", "b"]
     with pytest.raises(RuntimeError, match="2 prompt.s. have no completion or no reward"):
         queue._sync_metadata_from_transfer_queue()
-
-
-@pytest.mark.parametrize("shape", [(7,), (2, 5)])
-def test_log_probabilities_are_those_of_each_token(monkeypatch, shape):
-    """In chunks, with the gradient, for packed rows and for padded ones; verl's own fallback goes token by token."""
-    in_place_of_verl(monkeypatch, "verl.utils.torch_functional", logprobs_from_logits_v2=None)
-    monkeypatch.delitem(sys.modules, "grpo.verl.log_probs", raising=False)
-    monkeypatch.setattr(importlib.import_module("grpo.verl.log_probs"), "CHUNK", 3)
-    torch.manual_seed(1)
-    logits = torch.randn(*shape, 11, dtype=torch.bfloat16, requires_grad=True)
-    labels = torch.randint(11, shape)
-    log_probs = sys.modules["verl.utils.torch_functional"].logprobs_from_logits_v2(logits, labels)
-    expected = torch.log_softmax(logits.float(), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    assert log_probs.dtype == torch.float32 and torch.equal(log_probs, expected)
-    gradients = [torch.autograd.grad(value.cos().sum(), logits)[0] for value in (log_probs, expected)]
-    assert torch.equal(*gradients) and gradients[0].any()
 
 
 def test_the_manager_tells_tokens_and_end(monkeypatch):
