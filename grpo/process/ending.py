@@ -295,7 +295,10 @@ def print_refusal(outcome: Outcome) -> None:
 
 def end_quietly(main: Callable[[], int]) -> int:
     """Returns the exit code of `main`. If the reader of its output is gone (`--help | head`), there is no traceback. A
-    terminal whose disk is full does not change the exit code of a run that has ended."""
+    terminal that was closed, or whose disk is full, does not change the exit code of a run that has ended."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # A shell's `>&-` closed it: the next file would get its number, and its output.
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, until the process ends
     code = None
     try:
         code = main()

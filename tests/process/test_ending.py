@@ -58,6 +58,14 @@ def test_a_reader_that_is_gone_is_the_signal_of_a_pipe(end):
     assert done.returncode == 141 and not done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("end", ["end_quietly", "run_script"])
+def test_streams_that_were_closed_are_no_failure(end):
+    """As by `>&-`. A run's files do not get their numbers, under which libraries would write into them."""
+    code = f"import os, sys, grpo.process.ending as e; sys.exit(e.{end}(lambda: print(1) or os.open('/', 0)))"
+    command = f'{sys.executable} -c "{code}" <&- >&- 2>&-'
+    assert subprocess.run(["bash", "-c", command], env=ENVIRON).returncode >= 3
+
+
 LEFT_BEHIND = """
 import atexit, multiprocessing, sys, threading, time
 from grpo.process import ending
