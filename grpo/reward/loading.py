@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import math
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,11 +62,8 @@ def undisturbed(name: str) -> Iterator[None]:
 def load_reward(name: str) -> Callable[..., Any]:
     """The reward function `name` of rewards.py, or `module:function` from an installed package or else from the current
     folder. Raises ValueError if it cannot be loaded."""
-    module, colon, function = name.partition(":")
-    if "/" in module or module.endswith(".py"):
-        path = module.removeprefix("./").removesuffix(".py").replace("/", ".")
-        raise ValueError(f"{name!r} names a file, and Python wants its module: write {path}:{function or 'FUNCTION'}")
-    if not colon:
+    check_no_file(name)
+    if ":" not in name:
         if name in rewards.REWARD_FUNCTIONS:
             return rewards.REWARD_FUNCTIONS[name]
         known = rewards.REWARD_FUNCTIONS
@@ -80,6 +78,7 @@ def load_reward(name: str) -> Callable[..., Any]:
 
 def load_object(name: str) -> Any:
     """What `module:name` names, from an installed package or else from the current folder. Raises ValueError."""
+    check_no_file(name)
     module, _, attribute = name.partition(":")
     if not attribute:
         hint = ":".join(name.rsplit(".", 1)) if "." in name else f"{module}:NAME"
@@ -97,6 +96,19 @@ def load_object(name: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             reason += f", neither as {module.replace('.', '/')}.py in {here} nor as an installed package"
         raise ValueError(f"{name!r} cannot be loaded: {reason}") from None
+
+
+def check_no_file(name: str) -> None:
+    """Raises ValueError where a file stands in the place of a module; says what to write for it."""
+    file, _, attribute = name.partition(":")
+    if "/" not in file and not file.endswith(".py"):
+        return
+    path = Path(os.path.relpath(os.path.expanduser(file).removesuffix(".py")))
+    module, where = ".".join(path.parts), ""
+    if ".." in path.parts:
+        module, where = path.name, f" and set PYTHONPATH={shlex.quote(str(path.parent.resolve()))}"
+    words = "names a file, and Python wants its module: write"
+    raise ValueError(f"{name!r} {words} {module}:{attribute or 'NAME'}{where}")
 
 
 def lines_in_module(error: BaseException, name: str) -> list[traceback.FrameSummary]:

@@ -59,6 +59,7 @@ FAULTS = {
     "nowhere:World": "'nowhere:World' cannot be loaded: ModuleNotFoundError",
     "worlds": "'worlds' names a module alone: write worlds:NAME",
     "worlds.Sum": "'worlds.Sum' names a module alone: write worlds:Sum",
+    "worlds.py:Sum": "'worlds.py:Sum' names a file, and Python wants its module: write worlds:Sum",
     "worlds:fails": "constructing it raised TypeError: fails() missing 1 required positional argument",
     "worlds:make_nothing": "it makes a NoneType, which has no method `reset`",
     "worlds:BrokenReset": "reset: reset raised AttributeError: 'BrokenReset' object has no attribute 'targets' (",

@@ -92,7 +92,9 @@ BAD = [
     ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0"),
     ("my_rewards:leaves", "my_rewards:leaves raised SystemExit (my_rewards.py, line 13)"),
     ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
-    ("my_rewards.py:score", "names a file, and Python wants its module: write my_rewards:score"),
+    ("./my_rewards.py", "names a file, and Python wants its module: write my_rewards:NAME. Write e.g."),
+    ("sub/my_rewards.py:score", "wants its module: write sub.my_rewards:score. Write e.g."),
+    ("/away/my_rewards.py:score", "wants its module: write my_rewards:score and set PYTHONPATH=/away. Write e.g."),
 ]
 
 
