@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = check_and_run(ranks, options.check, rented_machine(options.card) if options.card else None)
     except (Exception, KeyboardInterrupt) as error:  # What comes after the run has begun, `run_to_the_end` reports.
         outcome = ending.decide_outcome(error)
-        if outcome.is_fault or isinstance(error, OSError):
+        if outcome.is_fault or isinstance(error, BrokenPipeError):
             raise
         ending.print_refusal(outcome)
     finally:

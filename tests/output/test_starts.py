@@ -81,6 +81,8 @@ def test_a_disk_that_is_full_before_the_first_file_is_named(start, monkeypatch, 
 
     assert start(full)[0] == 2
     assert ".run.lock cannot be taken ([Errno 28] No space left on device)" in capfd.readouterr().err
+    assert start(meanwhile=full)[0] == 1, "as `> nohup.out` raises it"
+    assert "output: No space left on device before the run began" in capfd.readouterr().err
     launch = train_grpo.launch
     monkeypatch.setattr("grpo.output.durable.os.replace", full)
     for name, value in environment(tmp_path / "run").items():
