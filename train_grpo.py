@@ -189,6 +189,7 @@ def train(resolved: ResolvedRun) -> Finished:
 def finish(trainer: Trainer, progress: Progress, started: float) -> Finished:
     """Saves and evaluates the trained adapter and writes the zip; runs on rank 0 alone."""
     folder, stop = trainer.run.folder, trainer.run.stop
+    stop.work = "writing the run's last files"
     assert trainer.processing_class
     shutil.rmtree(unfinished := folder / UNFINISHED, ignore_errors=True)  # A killed process may have left one.
     trainer.save_model(str(unfinished))

@@ -84,6 +84,7 @@ class StopRequest:
         self.ranks = ranks or Ranks()
         self.signal = 0  # The number of the first signal; 0 if there was none.
         self.at_once = True  # True while nothing can be lost: before training, and in the evaluation after it.
+        self.work = "finishing this step and saving a checkpoint"  # What is done first where it does not end at once.
         self.received = 0.0
         self.is_adopted = False  # Whether another process got the signal, and this one's own copy may still come.
 
@@ -116,7 +117,7 @@ class StopRequest:
         if at_once:
             raise KeyboardInterrupt(number)
         name = signal.Signals(number).name
-        log.warning("%s: finishing this step and saving a checkpoint; a second signal ends the run at once", name)
+        log.warning("%s: %s; a second signal ends the run at once", name, self.work)
 
     def adopt(self, number: int) -> None:
         """Takes the signal that any process of the run got, which ends all of them with the same exit code."""

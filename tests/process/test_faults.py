@@ -253,7 +253,7 @@ def test_the_own_copy_of_a_signal_that_another_process_got_is_no_second_request(
         request.receive(signal.SIGINT)
 
 
-def test_a_signal_while_the_files_are_written_interrupts_nothing(tmp_path, monkeypatch):
+def test_a_signal_while_the_files_are_written_interrupts_nothing(tmp_path, monkeypatch, caplog):
     """The run has trained and evaluated all of its steps: it is complete."""
     folder, stop = tmp_path / "run", StopRequest()
     folder.mkdir()
@@ -268,3 +268,4 @@ def test_a_signal_while_the_files_are_written_interrupts_nothing(tmp_path, monke
     )
     end = train_grpo.finish(trainer, SimpleNamespace(after=lambda trainer: None), 0.0)
     assert (end.signal, end.steps) == (0, 3) and (folder / COMPLETE).exists()
+    assert "SIGTERM: writing the run's last files; a second signal" in caplog.text, "there is no step to finish"
