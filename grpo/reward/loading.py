@@ -4,6 +4,7 @@
 import contextlib
 import importlib
 import importlib.util
+import logging
 import math
 import os
 import shlex
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import rewards
-from grpo.common import format_exception, nearest_hint, read_number, split_commas
+from grpo.common import format_exception, log, nearest_hint, read_number, split_commas
 from grpo.settings.table import MOST_WEIGHT
 
 
@@ -42,10 +43,13 @@ def reward_specs(text: str) -> list[tuple[str, float]]:
 @contextlib.contextmanager
 def undisturbed(name: str) -> Iterator[None]:
     """Calls of the user's code `name`, of which nothing stays that would change the run around it: the current folder,
-    to which OUTPUT_DIR may be relative, and torch's switches, which a judge model's code likes to set. If the code has
-    forked this process and returns in the copy too, the copy ends: two processes would train in one folder."""
+    to which OUTPUT_DIR may be relative, torch's switches, which a judge model's code likes to set, and the set-up of
+    logging, without which a run may fail without a word. If the code has forked this process and returns in the copy
+    too, the copy ends: two processes would train in one folder."""
     process, folder, torch = os.getpid(), os.getcwd(), sys.modules.get("torch")
     before = (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else None
+    root = logging.root
+    handlers, level, disabled = [*root.handlers], root.level, root.manager.disable
     try:
         yield
     finally:
@@ -53,6 +57,10 @@ def undisturbed(name: str) -> Iterator[None]:
             os.write(2, f"REWARDS: {name} forked a process and returned in it; the copy ends here\n".encode())
             os._exit(1)
         os.chdir(folder)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        logging.disable(disabled)
+        log.disabled = False  # `logging.config.dictConfig` disables every logger that is there.
         if torch := sys.modules.get("torch"):
             grad, dtype = before or (True, torch.float32)
             torch.set_grad_enabled(grad)

@@ -4,6 +4,7 @@
 import contextlib
 import dataclasses
 import gc
+import logging
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from helpers import ROOT, run_python
 
+from grpo.common import log
 from grpo.data.files import Row
 from grpo.reward.calling import RewardError, load_rewards
 from grpo.reward.scoring import initial_trainer_state, read_completion, score
@@ -244,13 +246,20 @@ def test_a_function_that_forks_returns_in_one_process_alone(name, tmp_path):
 
 
 MOVING = """
-import os, torch
+import logging, os, torch
+def set_up():  # What `logging.config.dictConfig` and `basicConfig(force=True)` do, but to this log alone.
+    logging.root.handlers.clear()
+    logging.root.setLevel("CRITICAL")
+    logging.disable()
+    logging.getLogger("train_grpo").disabled = True
 os.chdir("/")
 torch.set_grad_enabled(False)
+set_up()
 def plain(completions, **columns):
     os.chdir("/")
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
+    set_up()
     return [1.0 for _ in completions]
 async def waits(completions, **columns):
     return plain(completions)
@@ -258,8 +267,11 @@ async def waits(completions, **columns):
 
 
 @pytest.mark.parametrize("name", ["plain", "waits"])
-def test_the_run_stays_where_it_is_and_torch_as_it_was(name, write_module, tmp_path):
-    """A run whose OUTPUT_DIR is relative was written elsewhere."""
+def test_the_run_stays_where_it_is_and_torch_and_its_log_as_they_were(name, write_module, tmp_path, caplog):
+    """A run whose OUTPUT_DIR is relative was written elsewhere, and one without a log failed without a word."""
     write_module("my_moves", MOVING)
+    level = logging.root.level
     assert scores(f"my_moves:{name}", TEXT, ["[0]"]) == [1.0]
     assert (Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()) == (tmp_path, True, torch.float32)
+    log.warning("said")
+    assert "said" in caplog.text and logging.root.level == level
