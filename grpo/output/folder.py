@@ -260,7 +260,8 @@ def continuation(folder: Path, overwrite: bool) -> str:
     """A clause: what the command of the incomplete run in `folder` does if given again. `overwrite`: its OVERWRITE."""
     if (folder / DELETING).is_file():
         return "the same command deletes the rest and starts at step 0"
-    command = "the same command WITHOUT OVERWRITE=1" if overwrite else "the same command"
+    # scripts/demo.sh sets OVERWRITE=1 itself, where it is not set: to leave it out would delete the run.
+    command = "the same command WITH OVERWRITE=0" if overwrite else "the same command"
     step, checkpoint, _ = find_checkpoint(folder)
     consequence = f"continues from step {step}" if checkpoint else "starts at step 0: no checkpoint was saved"
     return f"{command} {consequence}"
