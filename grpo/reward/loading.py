@@ -57,7 +57,9 @@ def undisturbed(name: str) -> Iterator[None]:
             os.write(2, f"REWARDS: {name} forked a process and returned in it; the copy ends here\n".encode())
             os._exit(1)
         os.chdir(folder)
-        root.handlers[:] = handlers
+        # A file of the user's own log stays; a second handler for the terminal would say each line twice.
+        own = [one for one in root.handlers if isinstance(one, logging.FileHandler) and one not in handlers]
+        root.handlers[:] = [*handlers, *own]
         root.setLevel(level)
         logging.disable(disabled)
         log.disabled = False  # `logging.config.dictConfig` disables every logger that is there.

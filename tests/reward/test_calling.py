@@ -247,8 +247,9 @@ def test_a_function_that_forks_returns_in_one_process_alone(name, tmp_path):
 
 MOVING = """
 import logging, os, torch
+FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "judge.log")
 def set_up():  # What `logging.config.dictConfig` and `basicConfig(force=True)` do, but to this log alone.
-    logging.root.handlers.clear()
+    logging.root.handlers[:] = [logging.StreamHandler(), logging.FileHandler(FILE)]
     logging.root.setLevel("CRITICAL")
     logging.disable()
     logging.getLogger("train_grpo").disabled = True
@@ -267,11 +268,15 @@ async def waits(completions, **columns):
 
 
 @pytest.mark.parametrize("name", ["plain", "waits"])
-def test_the_run_stays_where_it_is_and_torch_and_its_log_as_they_were(name, write_module, tmp_path, caplog):
+def test_the_run_stays_where_it_is_and_torch_and_its_log_as_they_were(
+    name, write_module, tmp_path, caplog, monkeypatch, capsys
+):
     """A run whose OUTPUT_DIR is relative was written elsewhere, and one without a log failed without a word."""
+    monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers])
     write_module("my_moves", MOVING)
     level = logging.root.level
     assert scores(f"my_moves:{name}", TEXT, ["[0]"]) == [1.0]
     assert (Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()) == (tmp_path, True, torch.float32)
     log.warning("said")
-    assert "said" in caplog.text and logging.root.level == level
+    assert "said" in caplog.text and "said" in (tmp_path / "judge.log").read_text()
+    assert logging.root.level == level and "said" not in capsys.readouterr().err
