@@ -7,6 +7,8 @@ import inspect
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import rewards
@@ -113,18 +115,32 @@ def call_rewards(
 def validate_rewards(name: str, values: Any, count: int) -> Rewards:
     """The `values` of function `name` as a list. Raises RewardError unless they are `count` numbers, None or NaN."""
     returned = f"REWARDS: {name} returned"
-    values = values.tolist() if hasattr(values, "tolist") else values
+    try:
+        values = values.tolist() if hasattr(values, "tolist") else values
+    except Exception as error:  # A tensor on the device `meta` holds no numbers.
+        raise RewardError(f"{returned} {type(values).__name__} without numbers: {format_exception(error)}") from error
     if not isinstance(values, Sequence):
         raise RewardError(f"{returned} {type(values).__name__}, not a list with one number for each completion")
     if len(values) != count:
         raise RewardError(f"{returned} {len(values)} rewards for {count} completions")
-    numbers = [value.item() if hasattr(value, "item") else value for value in values]  # numpy's numbers
+    numbers = list(map(plain_number, values))
     for value in numbers:
         is_number = isinstance(value, (int, float)) and (value != value or abs(value) <= MOST_RETURNED)
         if value is not None and not is_number:
             problem = f"neither a finite number of at most {MOST_RETURNED:g} in size nor None"
             raise RewardError(f"{returned} {one_line(text_of(value, repr), 200)}, which is {problem}")
     return numbers
+
+
+def plain_number(value: Any) -> Any:
+    """The number of numpy or torch, a fraction or a decimal as Python's own; any other value, such as an array of
+    several numbers, as it is."""
+    try:
+        if hasattr(value, "item"):
+            return value.item()
+        return float(value) if isinstance(value, (Fraction, Decimal)) else value
+    except (ArithmeticError, RuntimeError, ValueError):
+        return value
 
 
 def positional_argument(function: Callable[..., Any]) -> str:
