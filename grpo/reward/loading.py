@@ -47,7 +47,7 @@ def undisturbed(name: str) -> Iterator[None]:
     logging, without which a run may fail without a word. If the code has forked this process and returns in the copy
     too, the copy ends: two processes would train in one folder."""
     process, folder, torch = os.getpid(), os.getcwd(), sys.modules.get("torch")
-    before = (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else None
+    before = (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()) if torch else None
     root = logging.root
     handlers, level, disabled = [*root.handlers], root.level, root.manager.disable
     try:
@@ -64,9 +64,11 @@ def undisturbed(name: str) -> Iterator[None]:
         logging.disable(disabled)
         log.disabled = False  # `logging.config.dictConfig` disables every logger that is there.
         if torch := sys.modules.get("torch"):
-            grad, dtype = before or (True, torch.float32)
+            grad, dtype, device = before or (True, torch.float32, torch.device("cpu"))
             torch.set_grad_enabled(grad)
             torch.set_default_dtype(dtype)
+            if torch.get_default_device() != device:  # Torch without one calls its functions faster.
+                torch.set_default_device(None if device.type == "cpu" else device)
 
 
 def load_reward(name: str) -> Callable[..., Any]:

@@ -265,6 +265,7 @@ def plain(completions, **columns):
     os.chdir("/")
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     set_up()
     return [1.0 for _ in completions]
 async def waits(completions, **columns):
@@ -282,6 +283,7 @@ def test_the_run_stays_where_it_is_and_torch_and_its_log_as_they_were(
     level = logging.root.level
     assert scores(f"my_moves:{name}", TEXT, ["[0]"]) == [1.0]
     assert (Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()) == (tmp_path, True, torch.float32)
+    assert torch.empty(1).device.type == "cpu"
     log.warning("said")
     assert "said" in caplog.text and "said" in (tmp_path / "judge.log").read_text()
     assert logging.root.level == level and "said" not in capsys.readouterr().err
