@@ -28,7 +28,7 @@ import pandas
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo.common import InputError, printable, reflow
 from grpo.evaluate.run_files import read_json, read_metrics
-from grpo.figures.text import finite_number, object_at
+from grpo.figures.text import finite_number, fitting, object_at
 from grpo.output.folder import continuation
 from grpo.output.layout import COMPLETE, lock_path
 from grpo.output.logs import RECENT_STEPS, TIME_UNKNOWN, Pace
@@ -103,9 +103,10 @@ def frame(folder: Path) -> tuple[list[str], bool]:
     if not len(metrics):
         return [status, *news], status == DONE
     last, recent = metrics.iloc[-1], metrics["reward"].tail(RECENT_STEPS)
+    form = fitting(".3f", last["reward"], recent.mean())
     lines = [
         f"step        {last['step']} of {settings.get('TOTAL_STEPS', '?')}, {status}",
-        f"reward      {last['reward']:.3f}, mean of the last {len(recent)}: {recent.mean():.3f}",
+        f"reward      {last['reward']:{form}}, mean of the last {len(recent)}: {recent.mean():{form}}",
     ]
     if not math.isnan(last["tokens_mean"]):  # Nothing is generated with DIRECT_ANSWERS.
         lines.append(f"parse rate  {last['parse_rate']:.2f}, clipped {last['clipped_ratio']:.2f}")

@@ -2,6 +2,7 @@
 """Measured figures as text: for tables in the terminal and in Markdown, and for the report of a run."""
 
 import math
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,11 +26,23 @@ def object_at(record: object, *names: str) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
+def fitting(form: str, *values: float) -> str:
+    """A `form` such as `.3f`, or the same with three significant digits where all `values` are too small for it: in
+    `0.000 (-0.000 to 0.000)` nobody sees what was learned.
+
+    >>> [format(value, fitting("+.3f", value)) for value in (0.0123, 0.00123, -2.88e-05, 0.0, math.nan)]
+    ['+0.012', '+0.00123', '-2.88e-05', '+0.000', '+nan']
+    """
+    largest = max((abs(value) for value in values if not math.isnan(value)), default=0.0)
+    return re.sub(r"\.\df", ".3g", form) if 0 < largest < 0.01 else form
+
+
 def with_interval(figures: Mapping[str, object], name: str, digits: str = ".3f", label: str = "") -> str:
     """A figure with its 95% interval, if it has one: `0.521 (0.480 to 0.560)`; `-` if the figure is missing."""
     value, low, high = (finite_number(figures.get(name + end)) for end in ("", "_low", "_high"))
     if math.isnan(value):
         return "-"
+    digits = fitting(digits, value, low, high)
     interval = "" if math.isnan(low + high) else f" ({label}{low:{digits}} to {high:{digits}})"
     return f"{value:{digits}}{interval}"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo.figures.statistics import LEAST_ALIKE
-from grpo.figures.text import finite_number, object_at, with_interval
+from grpo.figures.text import finite_number, fitting, object_at, with_interval
 from grpo.settings.table import TASK_FILES
 
 BASE = "the base model"
@@ -115,7 +115,8 @@ def reward_verdict(evaluation: Mapping[str, Any]) -> str:
     change = {"reward": new - old} | object_at(evaluation, "difference")
     clause = verdict(reward_comparisons(evaluation))
     difference = with_interval(change, "reward", "+.3f", "95% interval ")
-    return f"The last step's adapter changed held-out reward by {difference}, from {old:.3f} to {new:.3f}: {clause}."
+    ends = " to ".join(f"{reward:{fitting('.3f', old, new)}}" for reward in (old, new))
+    return f"The last step's adapter changed held-out reward by {difference}, from {ends}: {clause}."
 
 
 # BEST_BY -> the column of metrics.csv that decides, and a phrase for it: of a simulator, its first in task.json.
@@ -133,7 +134,7 @@ def read_comparisons(record: Mapping[str, Any]) -> list[Comparison]:
 
 def describe_best(record: Mapping[str, Any]) -> str:
     """A clause that says from which step best/ comes, and whether it beats the base model and other policies."""
-    words = DECIDING[record["by"]][1]
+    words = fitting(DECIDING[record["by"]][1], record["value"], record["base_value"])
     value, base_value = (words.format(record[name]) for name in ("value", "base_value"))
     step = f"step {record['step']} is the best of the evaluated ones, with a {value}"
     if not record["better_than_base"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo.figures.verdict import BASE, Comparison, compare, obstacle, reward_verdict, verdict
+from grpo.figures.verdict import BASE, Comparison, compare, describe_best, obstacle, reward_verdict, verdict
 
 CONSTANT, RULE = "always [0], the best constant action", "the best fixed rule, charge_when_clean"
 OUTCOMES = [  # low, high, clusters, outcome, reason
@@ -83,3 +83,12 @@ def test_a_model_whose_answers_got_no_reward_is_not_compared():
     assert reward_verdict(figures).startswith("No answer to a held-out prompt got a reward after training")
     figures["before"]["reward"] = None
     assert "a reward before and after training" in reward_verdict(figures)
+
+
+def test_small_rewards_are_told_apart():
+    """As `from 0.000 to 0.000` they were not, though the verdict did."""
+    gain = {"reward": 4.04e-5, "reward_low": 1.03e-5, "reward_high": 7.6e-5, "clusters": 40}
+    text = reward_verdict({"before": {"reward": 0.0029}, "after": {"reward": 0.0029404}, "difference": gain})
+    assert "by +4.04e-05 (95% interval +1.03e-05 to +7.6e-05), from 0.0029 to 0.00294: the trained model is b" in text
+    best = describe_best({"by": "reward", "step": 4, "value": 2.9e-05, "base_value": 0.0, "better_than_base": True})
+    assert "with a held-out reward of 2.9e-05 (base model: held-out reward of 0)" in best
