@@ -47,6 +47,14 @@ def test_a_log_knows_its_end_whether_resumed_or_not(tmp_path):
         RunLog(tmp_path, Settings(TOTAL_STEPS=8))
 
 
+def test_an_evaluated_figure_keeps_the_digits_of_evaluation_json(tmp_path):
+    """The report draws both: a reward of -1,999,996 in euros fell to -2,000,000 wherever it came from this log."""
+    log = RunLog(tmp_path, Settings())
+    rates = log.write_completions(1, [Completion(ROW, "[1]", 1, 9, False)], [0.5], [[]], 0.0)
+    log.write_step(1, dict.fromkeys(METRICS.keys() - {"step", "time"}, 1.0) | rates | {"heldout_reward": -1999996.25})
+    assert float(read_csv(tmp_path / "metrics.csv")[0]["heldout_reward"]) == -1999996.25
+
+
 class Silent:
     def __str__(self):
         return 1 / 0
