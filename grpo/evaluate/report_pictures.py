@@ -61,6 +61,8 @@ WIDTH, HEIGHT, FONT_SIZE, LEGEND_SIZE = 4.3, 2.6, 10.5, 9.2
 STYLE: dict[str, Any] = {"font.size": FONT_SIZE, "axes.axisbelow": True, "lines.markersize": 5}
 STYLE |= {"legend.fontsize": LEGEND_SIZE, "legend.frameon": False}
 STYLE |= {name: FONT_SIZE for name in ("xtick.labelsize", "ytick.labelsize", "axes.labelsize")}
+# `1e6` above the axis is below the legend, and an offset is read over.
+STYLE |= {"axes.formatter.limits": (-7, 12), "axes.formatter.useoffset": False}
 STYLE |= {"axes.grid": True, "axes.spines.top": False, "axes.spines.right": False, "grid.color": "#E6E6E6"}
 
 
@@ -91,7 +93,8 @@ def draw_curve(axes: Axes, values: pandas.DataFrame, references: Mapping[str, fl
     # Joined dots of training figures look like a barcode if the longest completion jumps between two lengths.
     for index, column in enumerate(values):
         points, colour = values[column].dropna(), f"C{index}"
-        label = LABELS.get(column, column.removeprefix(FUNCTION)) if values.shape[1] > 1 else None
+        # The space is for functions such as `_score`: a legend leaves out what begins with an underscore.
+        label = LABELS.get(column, f" {column.removeprefix(FUNCTION)}") if values.shape[1] > 1 else None
         if column in EVALUATED:
             axes.plot(points, "o-", color=colour, label=label)
         else:

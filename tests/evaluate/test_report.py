@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+import matplotlib.style
 import pandas
 import pytest
 import report
@@ -18,7 +19,7 @@ from grpo.evaluate import run_files
 from grpo.evaluate.heldout_table import answers_by_action, evaluation_table
 from grpo.evaluate.model_card import chosen_settings
 from grpo.evaluate.report import write_report
-from grpo.evaluate.report_pictures import CURVES, EPISODE_CURVES, LABELS
+from grpo.evaluate.report_pictures import CURVES, EPISODE_CURVES, LABELS, STYLE, draw_curve, panel, picture
 from grpo.evaluate.report_text import choices_rows, facts, settings_rows, without_repeats
 from grpo.evaluate.run_files import read_examples, read_metrics, read_run
 from grpo.figures.verdict import BASE, RARE_LOSSES, Comparison, describe_best, loading_advice, read_comparisons, verdict
@@ -112,6 +113,17 @@ def test_report_and_table_say_the_same_of_the_best_constant_action(tmp_path):
         assert "is better than the base model, but is worse than always [0], the best constant action" in text
         assert "an interval over few days cannot show rare losses" in text
     assert "trained - always [0]" in table
+
+
+def test_every_function_is_in_the_legend_and_no_power_of_ten_is_below_it():
+    """matplotlib leaves out names that begin with an underscore, and writes 1e6 where the legend stands."""
+    with matplotlib.style.context(["default", STYLE]):
+        draw_curve(
+            axes := panel("reward"), pandas.DataFrame({"reward/_score": [0, 1], "reward/cost": [-6e6, -4e6]}), {}
+        )
+        picture(axes, "Reward functions", "")
+    assert [text.get_text().strip() for text in axes.get_legend().get_texts()] == ["_score", "cost"]
+    assert axes.yaxis.get_offset_text().get_text() == ""
 
 
 def best_record(**changes):
