@@ -156,6 +156,9 @@ def loading_advice(record: Mapping[str, Any], last_step: int | None) -> str:
         return f"**Load the last step's adapter, in the run's folder**: {unknown}.\n"
     if reason := objection(record):
         return f"**No adapter {reason}**: {record['in_words']}. It is in `best/`.\n"
-    flatters = "The same held-out data chose it, so its figure flatters."
+    # Of ten measured steps that learned nothing, the best one's interval is above 0 in up to a fifth of runs. One alone
+    # was not chosen.
+    flatters = " The same held-out data chose it, so its figure and intervals flatter."
+    chosen = "" if len(record.get("evaluated", ())) == 1 else flatters
     last = "" if last_step is None else f" The one in this folder is of step {last_step}, the last."
-    return f"**Load the adapter in `best/`**: {record['in_words']}. {flatters}{last}\n"
+    return f"**Load the adapter in `best/`**: {record['in_words']}.{chosen}{last}\n"

@@ -89,7 +89,8 @@ def test_the_page_of_a_full_run_is_one_file_without_network_and_tells_all(full):
         "\u5b9f\u9a13: training report", "30 of 30", "|always [0]|", "|oracle|",
         "The last step's adapter changed held-out reward by +0.200 (95% interval +0.150 to +0.250), "
         "from 0.400 to 0.600: the trained model is better",
-        "Load the adapter in best/: step 10 is the best. The same held-out data chose it, so its figure flatters.",
+        "Load the adapter in best/: step 10 is the best. The same held-out data chose it, so its figure and "
+        "intervals flatter.",
         "0.400 (0.370 to 0.430)", "|20.0 (15.0 to 22.0)|",
         "|days: 2025-07-07 (6.5)|", "characters left out", "|a GPU|",
         "step 1, days:1: action 1, best 1,\nreward 0.9, 7 tokens",
@@ -156,6 +157,15 @@ def test_the_report_gives_the_advice_of_the_card(tmp_path, record, words):
     assert ("Load the adapter in best/" in text) is (words == "Load the adapter in best/")
     if record:
         assert record["in_words"] in text and verdict(read_comparisons(record), "it") in text
+
+
+def test_a_single_measured_step_was_not_chosen():
+    """Its interval is what it says; that of the best of several is not."""
+    steps = [{"step": step} for step in (5, 10)]
+    for evaluated, chosen in ((steps[1:], False), (steps, True)):
+        advice = loading_advice(best_record(evaluated=evaluated), 10)
+        assert ("The same held-out data chose it, so its figure and intervals flatter." in advice) is chosen
+        assert advice.count("Load the adapter in `best/`") == 1 and "  " not in advice
 
 
 def test_an_interrupted_run_says_what_was_measured_so_far(tmp_path):
