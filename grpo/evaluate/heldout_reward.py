@@ -146,9 +146,11 @@ def trainer_evaluation(trainer: Trainer, rows: Sequence[Row], exact: bool) -> He
 
 
 def new_results(s: Settings, rows: Sequence[Row], exact: bool) -> Results:
-    """evaluation.json before any model was measured: the conditions, and the rewards of reference policies."""
+    """evaluation.json before any model was measured: the conditions, and the rewards of reference policies where models
+    are measured by the same ones. Episodes earn what REWARDS give, whatever reward_action_k their rows have."""
     row_rewards = [row.rewards for row in rows]
-    results: Results = dict(statistics.baselines(row_rewards)) if all(row_rewards) else {}
+    has_references = all(row_rewards) and not s.ENVIRONMENT
+    results: Results = dict(statistics.baselines(row_rewards)) if has_references else {}
     results |= {"samples": s.EVAL_SAMPLES, "temperature": s.EVAL_TEMPERATURE, "exact": exact}
     return results | {"by_day": any(map(date_of, rows)), "data_sha256": data_fingerprint(rows)}
 

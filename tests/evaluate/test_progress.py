@@ -14,7 +14,7 @@ from trainers import make
 from transformers.trainer_callback import TrainerCallback
 
 from grpo.data.files import Row
-from grpo.evaluate.heldout_reward import HeldoutEvaluation
+from grpo.evaluate.heldout_reward import HeldoutEvaluation, new_results
 from grpo.evaluate.progress import Progress
 from grpo.figures.verdict import loading_advice
 from grpo.output.durable import read_json
@@ -84,6 +84,14 @@ class ScriptedEvaluation(HeldoutEvaluation):
 
     def measure(self, base=False, greedy=False):
         return {"reward": sum(self.rewards) / len(self.rewards), "reward_by_prompt": list(self.rewards)}
+
+
+def test_episodes_are_not_compared_with_the_rewards_of_single_actions():
+    """Their rows may have reward_action_k, of which they earn nothing: always [1] is no policy for them."""
+    rows = [Row("a.csv", 1, (("user", "x"),), (0.0, 0.5), {})]
+    assert new_results(Settings(), rows, False)["constant_action"] == 1
+    of_episodes = new_results(Settings(ENVIRONMENT="my_env:Env"), rows, False)
+    assert not {"random", "constant", "constant_action", "oracle"} & of_episodes.keys()
 
 
 def test_the_best_adapter_is_compared_with_the_sampled_base_model_and_the_best_constant_action(tmp_path, monkeypatch):
