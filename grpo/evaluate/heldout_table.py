@@ -71,5 +71,7 @@ def evaluation_table(results: Mapping[str, Any]) -> str:
         rows.append([f"function {function}:"])
         scores = {name: object_at(results[key], "functions", function) for key, name in names.items()}
         rows += [[f"  {name}", with_interval(figures, "reward")] for name, figures in scores.items()]
-    heading = f"Mean reward at temperature {results['temperature']:g}, {how}, 95% interval over {over}"
+    # The same as `measure` in heldout_reward.py: REWARDS, or --rewards, are in the rows `function`.
+    reward = "reward_action_k" if "oracle" in results else "reward"
+    heading = f"Mean {reward} at temperature {results['temperature']:g}, {how}, 95% interval over {over}"
     return "\n".join([heading, *table_lines([header, *rows]), *wrapped(verdict(reward_comparisons(results)))])

@@ -281,6 +281,8 @@ def test_the_table_of_the_terminal_names_models_references_and_functions():
     lines = [line.split() for line in evaluation_table(results).splitlines()]
     assert " ".join(lines[0]).endswith("0.5, 2 completions a prompt, 95% interval over prompts, of a day together")
     spread = ["0.500", "(0.400", "to", "0.600)"]
+    assert lines[0][:2] == ["Mean", "reward"]
+    assert evaluation_table(EVALUATION | results).startswith("Mean reward_action_k"), "whatever REWARDS are"
     assert lines[1] == ["Reward", "Parse", "rate"], "columns in which no model has a figure are left out"
     assert ["base", "model", *spread, "1.00"] in lines and ["base", "model,", "greedy", "-", "-"] in lines
     assert lines[lines.index(["function", "a:"]) + 2] == ["trained", *spread]

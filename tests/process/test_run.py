@@ -31,7 +31,7 @@ def whole_run(tmp_path_factory) -> Path:
     """Six steps without an interruption, with an evaluation before and after."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
-    assert "Mean reward at temperature" in done.stdout and "complete: 6 steps" in done.stdout
+    assert "Mean reward_action_k at temperature" in done.stdout and "complete: 6 steps" in done.stdout
     assert done.stdout.count("\nThis run\n") == 1, "the plan, once; training.log has it as well"
     assert "%|" not in done.stderr and "{'loss'" not in done.stdout, "neither bars nor the Trainer's own lines"
     return folder
@@ -161,7 +161,7 @@ def test_a_run_killed_after_its_last_step_is_finished_by_the_same_command(whole_
     for name in ("evaluation.json", "best/best.json"):
         KINDS["one bit"](folder / name)
     done = run_script(**SETTINGS | {"OUTPUT_DIR": folder, "EVAL_SAMPLES": 1})
-    assert (tmp_path / "run.zip").exists() and "Mean reward at temperature" in done.stdout
+    assert (tmp_path / "run.zip").exists() and "Mean reward_action_k at temperature" in done.stdout
     for words in ("evaluation.json is damaged, so its figures are measured again", "best/: best.json cannot be read"):
         assert words in done.stdout
     assert (folder / "evaluation.json").read_bytes() == (whole_run / "evaluation.json").read_bytes()
