@@ -7,7 +7,7 @@ there), last warnings and evaluations.
 
 It only reads files, so it can be started before the run, beside it or after it, on another machine that sees the
 folder. Whether a process still runs is known from the lock beside the folder, where the file system shares locks.
-Without a terminal it prints the state once. Exit codes: 0, or 2 where RUN_DIR holds no run.
+Without a terminal it prints the state once. Exit codes: 0, or 2 where RUN_DIR is no folder, or its log no run's.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from grpo.common import InputError, printable, reflow
 from grpo.evaluate.run_files import read_json, read_metrics
 from grpo.figures.text import finite_number, fitting, object_at
 from grpo.output.folder import continuation
-from grpo.output.layout import COMPLETE, lock_path
+from grpo.output.layout import COMPLETE, SETTINGS, lock_path
 from grpo.output.logs import RECENT_STEPS, TIME_UNKNOWN, Pace
 from grpo.process.ending import run_script
 
@@ -71,7 +71,8 @@ def status_of(folder: Path, settings: Mapping[str, Any], metrics: pandas.DataFra
         overwrite = bool(settings.get("OVERWRITE"))
         return f"no process is running; {continuation(folder, overwrite)}"
     if not step:
-        return "waiting for the first step"
+        is_run = (folder / SETTINGS).exists()
+        return "waiting for the first step" if is_run else f"{folder} holds no run (an OUTPUT_DIR): waiting for one"
     if not total:
         return TIME_UNKNOWN
     if step >= total:

@@ -59,7 +59,7 @@ def test_it_waits_for_the_run_and_sees_its_end(tmp_path):
     folder = tmp_path / "run"
     assert watch.frame(folder) == ([f"{folder} does not exist yet: waiting for a run to make it"], False)
     folder.mkdir()
-    assert watch.frame(folder) == (["waiting for the first step"], False)
+    assert watch.frame(folder) == ([f"{folder} holds no run (an OUTPUT_DIR): waiting for one"], False)
     write_run(folder, [])
     (folder / "metrics.csv").write_text("half a he")
     (folder / "settings.json").write_text('{"settings": {"TOTAL')
