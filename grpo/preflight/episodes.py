@@ -37,12 +37,15 @@ class Trial:
     episode: Episode
     transcript: list[tuple[str, str]]
     raised: str = ""  # The last call whose tool raised, and its error.
+    is_unscored: bool = False  # `get_reward` returned None, and REWARDS have its rewards.
 
     @property
     def warning(self) -> str | None:
-        """A tool may be right to raise for made-up arguments; if it is not, every episode of a run would be wasted."""
+        """A tool may be right to raise for made-up arguments, and `get_reward` to leave such calls out; if they are
+        not, every episode of a run would be wasted."""
         if not self.raised:
-            return None
+            text = "get_reward returned None after made-up calls: such episodes are left out. Does it lack a `return`?"
+            return f"ENVIRONMENT: {text}" if self.is_unscored else None
         calls = f"{self.episode.errors} of {self.episode.calls} made-up calls raised, such as {self.raised}"
         return f"ENVIRONMENT: {calls}. The model reads such errors; correct the tool if its arguments are not to blame"
 
@@ -135,10 +138,12 @@ def check_environment(
     episode = trial.episode
     if not specs:
         return trial  # Faults of REWARDS have messages of their own.
-    if episode.total() is None and any(name == "environment" for name, weight in specs if weight):
+    is_unscored = episode.total() is None and any(name == "environment" for name, weight in specs if weight)
+    if is_unscored and not description.has_reward:
         fault = "no reward arrives: it has neither `get_reward`, which returns a number, nor `step_rewards`"
         problems.add(where, fault, "Add one of them, or let REWARDS name functions and `environment=0`")
         return trial
+    trial = replace(trial, is_unscored=is_unscored)
     by_turn = episode.turn_rewards is not None and any(name == "environment" for name, _ in specs)
     if by_turn and settings.LOSS_TYPE == "vespo":
         fault = "vespo weights whole completions, and with `step_rewards` each turn has an advantage of its own"

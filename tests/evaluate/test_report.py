@@ -272,6 +272,16 @@ def test_evaluated_steps_lie_between_the_base_model_and_the_trained_one(full, tm
     assert read_run(write_run(tmp_path / "run", metrics)).evaluated_steps()["heldout_reward"].tolist() == [0.5]
 
 
+def test_the_curve_of_a_second_run_begins_at_the_adapter_that_it_starts_from(tmp_path):
+    """From the base model it would rise by what the first run has learned."""
+    start = {"reward": 0.55, "reward_low": 0.5, "reward_high": 0.6}
+    record = plant_record("start")
+    files = {"evaluation": EVALUATION | {"start": start}, "closed_loop": record}
+    steps = read_run(write_run(tmp_path / "run", [metrics_row(1)], **files)).evaluated_steps()
+    assert steps["heldout_reward"].tolist() == [0.55, 0.6]
+    assert steps["plant_regret"].tolist() == [record["totals"][name]["regret_percent"] for name in ("start", "trained")]
+
+
 def test_the_table_of_the_terminal_names_models_references_and_functions():
     """A function or a whole model without a reward has a dash, and then there is no difference."""
     figures = {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6, "parse_rate": 1.0}
