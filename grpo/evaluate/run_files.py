@@ -77,7 +77,7 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
     rows = rows.sort_values("step", ascending=False, kind="stable")
     truncated = rows["truncated"] == "1"
     unparsed = (rows["parsed_action"] == "") & (rows["best_action"] != "")  # Rows without actions have no best one.
-    rewarded, answers = rows.dropna(subset="reward"), rows[~unparsed].dropna(subset="reward")
+    rewarded, answers = rows.dropna(subset="reward"), rows[~unparsed & ~truncated].dropna(subset="reward")
     kinds = {}
     if len(episodes := rows[rows["end"] != ""]):  # The same prompt before and after, where it came again.
         first = episodes[episodes["step"] == episodes["step"].min()]
@@ -87,7 +87,7 @@ def examples_of(rows: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
         "Highest reward": rewarded.sort_values("reward", ascending=False, kind="stable"),
         "Lowest reward of an answer that parses": answers.sort_values("reward", kind="stable"),
         "No action could be read": rows[unparsed & ~truncated],
-        "Truncated at MAX_COMPLETION_LEN": rows[truncated],
+        "Cut off by a limit": rows[truncated],
     }
     return {kind: ranked.drop_duplicates("prompt_id").head(EXAMPLES) for kind, ranked in kinds.items() if len(ranked)}
 

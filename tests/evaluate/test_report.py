@@ -248,6 +248,15 @@ def test_examples_are_the_extremes_and_the_latest(tmp_path, monkeypatch):
         assert list(unread["completion"]) == ["none 4", "none 3"]
 
 
+def test_an_answer_that_was_cut_off_is_not_told_to_parse(tmp_path):
+    """Rows without actions name none, and a limit of episodes may be another than MAX_COMPLETION_LEN."""
+    cells = {"parsed_action": "", "best_action": ""}
+    rows = [completion_row(n, prompt_id=f"t:{n}", reward=n, truncated=int(n < 3), **cells) for n in range(6)]
+    kinds = read_examples(write_run(tmp_path / "run", [], rows) / "completions.csv", {})
+    assert list(kinds["Lowest reward of an answer that parses"]["step"]) == [3, 4]
+    assert list(kinds["Cut off by a limit"]["step"]) == [2, 1]
+
+
 def test_examples_show_their_prompt_where_it_is_known(tmp_path):
     """From completions.csv, else from the training data where that is the run's still; never one of other rows."""
     data = tmp_path / "days.csv"
