@@ -123,9 +123,10 @@ def add_totals(record: Record) -> None:
         return {name: json_number(value) for name, value in figures.items()}
 
     def losses(name: str) -> dict[str, float | str | None]:
-        unserved = {entry["name"]: entry["policies"][name]["mean"]["unserved_kwh"] for entry in record["windows"]}
-        worst, most = max(unserved.items(), key=lambda item: item[1])
-        count = sum(kwh > UNSERVED_KWH for kwh in unserved.values())
+        # Pairs, not a dictionary: files of one name in two folders give windows of one name.
+        unserved = [(entry["policies"][name]["mean"]["unserved_kwh"], entry["name"]) for entry in record["windows"]]
+        most, worst = max(unserved, key=lambda pair: pair[0])
+        count = sum(kwh > UNSERVED_KWH for kwh, _ in unserved)
         return {"unserved_windows": count, "worst_window": worst if count else None, "worst_unserved_kwh": most}
 
     record["totals"] = {}
