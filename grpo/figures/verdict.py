@@ -50,7 +50,7 @@ class Comparison:
         if self.clusters is None or self.clusters >= FEW_CLUSTERS:
             return ""
         if self.low is None:
-            return f"{self.clusters} {self.unit}s show no spread"
+            return f"{self.clusters} {self.unit}s are too few or too alike for an interval"
         return RARE_LOSSES.format(self.unit)
 
 

@@ -61,7 +61,7 @@ def test_three_policies_and_none():
     ("low", "clusters", "words"),
     [
         (None, 1, "; a single day shows nothing"),
-        (None, 4, "; 4 days show no spread"),
+        (None, 4, "; 4 days are too few or too alike for an interval"),
         (0.1, 5, "; an interval over few days cannot show rare losses: where one day in ten bears a large loss"),
         (0.1, 29, "; an interval over few days cannot show rare losses"),
         (0.1, 30, ""),
