@@ -71,14 +71,18 @@ class Reward:
         try:
             with undisturbed(self.name):
                 values = await coroutine
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:  # A SystemExit would end the loop, and the run would wait for ever.
+            # `gather` cancels the coroutine; a function may also await a task that it cancelled itself.
+            task = asyncio.current_task() if isinstance(error, asyncio.CancelledError) else None
+            if task and task.cancelling():
+                raise
             raise self.describe(error) from error
         return validate_rewards(self.name, values, count)
 
     def describe(self, error: BaseException, columns: Iterable[str] = ()) -> RewardError:
         """The error for the user, with its line, or with the names of the `columns` if the call itself failed."""
+        while isinstance(error, BaseExceptionGroup):  # A TaskGroup's says only how many there are.
+            error = error.exceptions[0]
         # Outside of the user's module the last line counts, but for the first, which is the call in this file.
         lines = lines_in_module(error, self.name) or traceback.extract_tb(error.__traceback__)[1:]
         location = show_line(lines) if self.is_custom else ""

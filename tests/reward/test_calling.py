@@ -90,6 +90,28 @@ def test_objects_whose_text_raises_are_named(write_module):
             load_rewards([(f"odd_rewards:{name}", 1.0)], Settings())[0](["a"])
 
 
+TASKS = """
+import asyncio
+async def judge():
+    raise ValueError("no quota")
+async def cancels(completions, **columns):
+    task = asyncio.create_task(judge())
+    task.cancel()
+    await task
+async def groups(completions, **columns):
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(judge())
+"""
+
+
+def test_what_goes_wrong_in_a_functions_own_tasks_is_named(write_module):
+    """A cancelled task was a traceback, and of a TaskGroup only the number of its errors was told."""
+    write_module("task_rewards", TASKS)
+    for name, fault in (("cancels", "CancelledError"), ("groups", r"ValueError: no quota \(task_rewards.py, line 4\)")):
+        with pytest.raises(RewardError, match=f"REWARDS: task_rewards:{name} raised {fault}"):
+            load_rewards([(f"task_rewards:{name}", 1.0)], Settings())[0](["a"])
+
+
 TURN = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>"
 PLAIN = "analysisHmassistantfinal{}"  # what TRL decodes of it
 
