@@ -104,7 +104,9 @@ def load_object(name: str) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # A user's module may raise anything, SystemExit included.
-        reason = format_exception(error)
+        source = Path(here, *module.split(".")).with_suffix(".py")
+        lines = [line for line in traceback.extract_tb(error.__traceback__) if line.filename == str(source)]
+        reason = format_exception(error) + show_line(lines)
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             reason += f", neither as {module.replace('.', '/')}.py in {here} nor as an installed package"
         raise ValueError(f"{name!r} cannot be loaded: {reason}") from None

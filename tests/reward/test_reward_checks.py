@@ -89,7 +89,7 @@ BAD = [
     ("my_rewards:empty", "my_rewards:empty returned NoneType, not a list with one number for each completion"),
     ("my_reward:total", "No module named 'my_reward', neither as my_reward.py in "),
     ("my_rewards:worded", "(my_rewards.py, line 20). It was tried before the run on made-up answers to "),
-    ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0"),
+    ("my_exit:score", "'my_exit:score' cannot be loaded: SystemExit: 0 (my_exit.py, line 2)"),
     ("my_rewards:leaves", "my_rewards:leaves raised SystemExit (my_rewards.py, line 13)"),
     ("my_rewards:deep", "my_rewards:deep raised RecursionError"),
     ("./my_rewards.py", "names a file, and Python wants its module: write my_rewards:NAME. Write e.g."),
