@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward function that holds a run in step HOLD_AT until the file `go` lies beside its OUTPUT_DIR.
 
-It gives no rewards. With it no test has to be faster than the run that it watches.
+It gives no rewards, and prints after it held. With it no test has to be faster than the run that it watches.
 """
 
 import os
@@ -16,4 +16,6 @@ def hold(completions, *, trainer_state, log_metric, **columns):
     while held and not folder.with_name("go").exists():
         folder.with_name("held").touch()
         time.sleep(0.01)
+    if held:
+        print("." * 10_000)  # More than Python keeps in a buffer: where the reader is gone, this cannot be written.
     return [None] * len(completions)

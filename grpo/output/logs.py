@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import select
 import sys
 import textwrap
 import time
@@ -21,6 +20,7 @@ from statistics import fmean, median
 
 from grpo.common import log, printable, text_of
 from grpo.output.layout import LOGS, TRAINING_LOG
+from grpo.output.terminal import detach_closed_terminal, lasting
 from grpo.reward.episode import Episode
 from grpo.reward.scoring import Completion, completion_rates
 from grpo.settings.table import TASK_FIGURES, TASK_FILES, Settings
@@ -383,23 +383,6 @@ class RunLog:
                 log.warning(warning)
 
 
-def is_unread(descriptor: int) -> bool:
-    """Whether nobody reads the other end of this descriptor any more."""
-    poll = select.poll()
-    poll.register(descriptor, 0)  # Errors and hang-ups are always reported.
-    return bool(poll.poll(0))
-
-
-def detach_closed_terminal() -> None:
-    """Redirects stdout and stderr to /dev/null if nobody reads them any more (a lost SSH session, a `| tee` that
-    ended): writing to them raises OSError, which must not end a run or change its exit code."""
-    for stream in (1, 2):
-        if is_unread(stream):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream)
-            os.close(null)
-
-
 class PlainFormatter(logging.Formatter):
     """Formats messages without a terminal's control characters, which a model's answers may hold."""
 
@@ -417,6 +400,7 @@ class TerminalHandler(logging.StreamHandler):
 def start_logging(folder: Path) -> None:
     """Logs to the terminal and to training.log; libraries' messages and Python's warnings go there as well."""
     formatter = PlainFormatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
+    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
     root = logging.getLogger()
     root.setLevel(logging.WARNING)
     terminal = TerminalHandler(sys.stdout)

@@ -30,7 +30,8 @@ from grpo.common import InputError, format_exception, log, one_line
 from grpo.output.durable import write_text
 from grpo.output.folder import continuation
 from grpo.output.layout import EXIT, TRAINING_LOG, is_full_disk, zip_path
-from grpo.output.logs import detach_closed_terminal, is_unread, start_logging
+from grpo.output.logs import start_logging
+from grpo.output.terminal import detach_closed_terminal, is_unread
 from grpo.phases import FILE_ONLY
 from grpo.process.heartbeat import RankLost
 from grpo.process.ranks import Ranks
