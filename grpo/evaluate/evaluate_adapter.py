@@ -59,12 +59,18 @@ def strange_rewards(options: argparse.Namespace, text: str) -> str | None:
     return strange_code(options.run, "REWARDS", text, f"give --rewards {shlex.quote(text)}")
 
 
-def trained_rows(options: argparse.Namespace, s: Settings, rows: Sequence[Row]) -> int:
-    """How many of `rows` have prompts that the adapter's run trained on, as far as its DATA can be read here."""
-    if options.run is None or any(map(is_dataset, split_commas(s.DATA))):
+def trained_rows(options: argparse.Namespace, s: Settings, rows: Sequence[Row]) -> int | None:
+    """How many of `rows` have prompts that the adapter's run trained on; None if its training rows are not known: DATA
+    is on the Hub, cannot be read from here, or holds other rows by now."""
+    if options.run is None:
         return 0
+    if any(map(is_dataset, split_commas(s.DATA))):
+        return None
+    train = read_split(s, Problems(), train_only=True).train
+    if run_record(options.run).get("data_sha256") != data_fingerprint(train):
+        return None
     episodes = bool(s.ENVIRONMENT)
-    trained = {prompt_of(row, episodes) for row in read_split(s, Problems(), train_only=True).train}
+    trained = {prompt_of(row, episodes) for row in train}
     return sum(prompt_of(row, episodes) in trained for row in rows)
 
 
@@ -182,10 +188,12 @@ def evaluate_rows(options: argparse.Namespace, split: Split | None = None) -> tu
     }
     for note in [] if split else date_notes(rows):  # The reason of a run's split names them already.
         print(f"--data: {note}", flush=True)
-    if split is None and (count := trained_rows(options, s, rows)):
+    if split is None and (count := trained_rows(options, s, rows)) != 0:
         results["trained_on"] = count
-        fault = f"--data: {count} of {len(rows)} rows have prompts that {options.run} was trained on"
-        print(f"{fault}: they flatter it. Without --data its held-out rows are scored", flush=True)
+        fault = f"{count} of {len(rows)} rows have prompts that {options.run} was trained on: they flatter it"
+        if count is None:
+            fault = f"its DATA is not here, or not as it was: {options.run} may be trained on these rows"
+        print(f"--data: {fault}. Without --data its held-out rows are scored", flush=True)
     shown = ", ".join(f"{name} x {weight:g}" for name, weight in specs)
     print(f"{s.MODEL_ID}, {len(rows)} {'held-out ' if split else ''}rows, rewards {shown}", flush=True)
     kind = "exact" if exact.value else "sampled"

@@ -296,7 +296,14 @@ def test_a_day_that_was_not_trained_on_is_not_taken_for_one_with_the_same_prompt
     data.write_text("".join(json.dumps({"prompt": "Plan.", "load": load}) + "\n" for load in range(3)))
     rows = files.read_rows("DATA", str(data), Problems())
     new = [dataclasses.replace(row, columns={"load": 9}) for row in rows[:1]]
-    settings, options = Settings(DATA=str(data), EVAL_SAMPLES=0, ENVIRONMENT="shop:Shop"), SimpleNamespace(run="run")
+    settings, options = Settings(DATA=str(data), EVAL_SAMPLES=0, ENVIRONMENT="shop:Shop"), SimpleNamespace(run=tmp_path)
+    record = {"settings": {}, "data_sha256": data_fingerprint(rows)}
+    (tmp_path / "settings.json").write_text(json.dumps(record))
     assert evaluate_adapter.trained_rows(options, settings, [*rows, *new]) == 3
     plain = dataclasses.replace(settings, ENVIRONMENT="")
     assert evaluate_adapter.trained_rows(options, plain, [*rows, *new]) == 4
+    for elsewhere in (str(data.with_name("none.jsonl")), "org/name"):
+        assert evaluate_adapter.trained_rows(options, dataclasses.replace(plain, DATA=elsewhere), rows) is None
+    data.write_text(data.read_text().replace("Plan.", "Other."))
+    assert evaluate_adapter.trained_rows(options, plain, rows) is None, "nobody knows on which rows it was trained"
+    assert evaluate_adapter.trained_rows(SimpleNamespace(run=None), plain, rows) == 0, "a base model"
