@@ -49,7 +49,7 @@ def answers_by_action(figures: Mapping[str, Any]) -> str:
     if not isinstance(counts, list):
         return ""
     named = {f"[{k}]": count for k, count in enumerate(counts)} | {"none": figures.get("unparsed")}
-    return ", ".join(f"{name} {round(finite_number(count), 1):g}" for name, count in named.items())
+    return ", ".join(f"{name} {round(finite_number(count), 1) + 0.0:g}" for name, count in named.items())
 
 
 def evaluation_table(results: Mapping[str, Any]) -> str:

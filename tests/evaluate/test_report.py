@@ -312,6 +312,9 @@ def test_answers_are_counted_by_action():
     figures = {"action_counts": [1234, 0, 3], "unparsed": 2}
     assert answers_by_action(figures) == "[0] 1234, [1] 0, [2] 3, none 2"
     assert answers_by_action({"action_counts": [11.654, 0.0], "unparsed": 0.25}) == "[0] 11.7, [1] 0, none 0.2"
+    assert answers_by_action({"action_counts": [3.0], "unparsed": -1e-06}) == "[0] 3, none 0", (
+        "shares add up to 1.000001"
+    )
     assert answers_by_action({"reward": 0.5}) == "", "rows without actions"
 
 
