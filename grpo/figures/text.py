@@ -28,13 +28,13 @@ def object_at(record: object, *names: str) -> dict[str, Any]:
 
 def fitting(form: str, *values: float) -> str:
     """A `form` such as `.3f`, or the same with three significant digits where all `values` are too small for it: in
-    `0.000 (-0.000 to 0.000)` nobody sees what was learned.
+    `0.000 (-0.000 to 0.000)` nobody sees what was learned. Below 1e-9 they are rounding.
 
-    >>> [format(value, fitting("+.3f", value)) for value in (0.0123, 0.00123, -2.88e-05, 0.0, math.nan)]
-    ['+0.012', '+0.00123', '-2.88e-05', '+0.000', '+nan']
+    >>> [format(value, fitting("+.3f", value)) for value in (0.0123, 0.00123, -2.88e-05, 0.0, 1e-17, math.nan)]
+    ['+0.012', '+0.00123', '-2.88e-05', '+0.000', '+0.000', '+nan']
     """
     largest = max((abs(value) for value in values if not math.isnan(value)), default=0.0)
-    return re.sub(r"\.\df", ".3g", form) if 0 < largest < 0.01 else form
+    return re.sub(r"\.\df", ".3g", form) if 1e-9 < largest < 0.01 else form
 
 
 def with_interval(figures: Mapping[str, object], name: str, digits: str = ".3f", label: str = "") -> str:
