@@ -19,7 +19,7 @@ from grpo.data.heldout import hold_out
 from grpo.figures.text import finite_number, object_at
 from grpo.output import durable
 from grpo.output.logs import COMPLETIONS, EPISODE_COLUMNS, EPISODE_METRICS, EVALUATED, METRICS, PROMPT, function_column
-from grpo.tasks.simulator import Simulator, load_simulator
+from grpo.tasks.simulator import START, Simulator, load_simulator
 
 FUNCTION = function_column("")  # prefix of the columns of reward functions
 ROWS = 400  # rows of completions.csv in memory at once: completions are long
@@ -157,9 +157,11 @@ class Run:
         return load_simulator(str(self.settings.get("TASK", "tes"))) if self.closed_loop else None
 
     def evaluated_steps(self) -> pandas.DataFrame:
-        """The columns EVALUATED, indexed by the steps that were evaluated; step 0 is the base model."""
+        """The columns EVALUATED, indexed by the steps that were evaluated. Step 0 is before training: the adapter that
+        the run starts from, or else the base model."""
         rows = self.metrics.set_index("step")[list(EVALUATED)].dropna(how="all")
-        for step, when, name in ((0, "before", "base"), (self.steps, "after", "trained")):
+        first = (0, START, START) if object_at(self.evaluation, START) else (0, "before", "base")
+        for step, when, name in (first, (self.steps, "after", "trained")):
             figures = {"heldout_reward": object_at(self.evaluation, when).get("reward")}
             if self.simulator and object_at(self.closed_loop, "totals", name):
                 figures |= self.simulator.figures(self.closed_loop, name)
