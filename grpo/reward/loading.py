@@ -58,8 +58,8 @@ def undisturbed(name: str) -> Iterator[None]:
             os._exit(1)
         os.chdir(folder)
         # A file of the user's own log stays; a second handler for the terminal would say each line twice.
-        own = [one for one in root.handlers if isinstance(one, logging.FileHandler) and one not in handlers]
-        root.handlers[:] = [*handlers, *own]
+        files = [handler for handler in root.handlers if isinstance(handler, logging.FileHandler)]
+        root.handlers[:] = [*handlers, *(file for file in files if file not in handlers)]
         root.setLevel(level)
         logging.disable(disabled)
         log.disabled = False  # `logging.config.dictConfig` disables every logger that is there.
