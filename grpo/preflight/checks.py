@@ -182,10 +182,8 @@ def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: P
         if shortfall := memory_shortfall(plan, machine):
             limited = settings.VLLM_GPU_MEM is not None and engine and engine.cache < engine.cache_least
             name = "VLLM_GPU_MEM" if limited else f"GPU {machine.gpu}"
-            advice = memory_advice(settings, inputs)
-            if machine.gpu_limit is not None:
-                advice = f"Raise GPU_MEM_LIMIT if the GPU has room. {advice}"
-            problems.add(name, f"{machine.gpu_memory_text}, and {shortfall} ({plan.parts})", advice)
+            fault = f"{machine.gpu_memory_text}, and {shortfall} ({plan.parts})"
+            problems.add(name, fault, memory_advice(settings, inputs))
     elif plan.weights > 4:
         fault = f"{machine.no_gpu}, and {settings.MODEL_ID} needs one ({plan.weights:.0f} GiB of BF16 weights)"
         problems.add("MODEL_ID", fault, "Run it where there is an NVIDIA GPU (docs/memory.md), or try MODEL_ID=tiny")
@@ -195,10 +193,10 @@ def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: P
         problems.add("memory", fault, f"Lower MICRO_BATCH or MAX_COMPLETION_LEN{fewer}")
     if shortfall := host_shortfall(plan, machine):
         trials: list[memory.Changes] = [{"EXPERTS": kind} for kind in inputs.expert_kinds(settings)]
-        fitting = (trial for trial in [*trials, without_vllm(settings)] if inputs.fits(settings, trial))
+        fitting = (trial for trial in [*trials, without_vllm(settings, inputs)] if inputs.fits(settings, trial))
         other = next((f", or set {format_changes(trial)}" for trial in fitting), "")
         if original := fitting_original(settings, inputs):
-            other += f", or set MODEL_ID={original} if this is a BF16 copy of it"
+            other += f", or set {format_changes(original)} if this is a BF16 copy of it"
         problems.add("memory", shortfall, f"Free some, or take a machine with more{fewer}{other}")
 
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import CPU, H100, LARGE_CONFIG
+from machines import CPU, H100, LARGE_CONFIG, plan_inputs
 
 from grpo.plan import memory
 from grpo.plan.advice import memory_advice
@@ -305,6 +305,26 @@ def test_a_refusal_names_settings_that_fit(free, changes, config, named):
     for remedy in advice.removeprefix("With all else as set, ").removesuffix(" fits").split(" or "):
         values = re.findall(r"([A-Z_]+)=([\w.]+)", remedy)
         assert small.fits(settings, {name: parse_value(name, value) for name, value in values}), remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "lowered"),
+    [
+        ({"MAX_COMPLETION_LEN": 130_048}, {"MAX_COMPLETION_LEN": 16_256}),
+        ({"LORA_R": 64, "LORA_TARGETS": "experts", "MAX_COMPLETION_LEN": 512}, {"LORA_R": 8}),
+        ({"LORA_R": 64, "LORA_TARGETS": "experts", "MAX_COMPLETION_LEN": 512, "INIT_ADAPTER": "runs/sft"}, {}),
+    ],
+)
+def test_a_refusal_names_what_to_lower_only_where_it_then_fits(changes, lowered):
+    small = plan_inputs(gpu(21.5, is_planned=True), True)
+    settings = Settings(EXPERTS="paged", **changes)
+    advice = memory_advice(settings, small)
+    assert {name: int(value) for name, value in re.findall(r"ower ([A-Z_]+) to (\d+)", advice)} == lowered
+    assert all(small.fits(settings, {name: value}) for name, value in lowered.items())
+    assert advice.endswith("or rent a larger GPU" if lowered else "Rent a larger GPU") and "nvidia-smi" not in advice
+    limited = dataclasses.replace(small, machine=gpu(79.0).limited(4.0))
+    advice = memory_advice(Settings(EXPERTS="paged"), limited)
+    assert advice == "Raise GPU_MEM_LIMIT if the GPU has room. Rent a larger GPU"
 
 
 def vllm_plan(machine=H100, **changes):
