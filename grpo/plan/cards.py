@@ -103,25 +103,37 @@ def step_times(name: str) -> tuple[Times, str]:
     return times, "ESTIMATED from an H200's by bandwidth and TFLOPS: nobody has measured this card"
 
 
+def interpolate(short: float, long: float, length: int, at_zero: float) -> float:
+    """The seconds for completions of `length` tokens from those of SHORT and LONG; without any they are `at_zero`."""
+    if length < SHORT:
+        return at_zero + (short - at_zero) * length / SHORT
+    return short + (long - short) * (length - SHORT) / (LONG - SHORT)
+
+
 def rollout_seconds(times: Times, completions: int, length: int) -> float:
-    """Seconds to generate so many completions of `length` tokens at once. Four times as many took 2.4 times as long."""
-    slope = (times[LONG].rollout - times[SHORT].rollout) / (LONG - SHORT)
-    return max(0.0, times[SHORT].rollout + slope * (length - SHORT)) * (completions / COMPLETIONS) ** 0.62
+    """Seconds to generate so many completions of `length` tokens at once. Four times as many took 2.4 times as long,
+    and half as many 0.82 times (docs/results/many-h100.json): each token reads all weights, for however few."""
+    share = completions / COMPLETIONS
+    seconds = interpolate(times[SHORT].rollout, times[LONG].rollout, length, 0.0)
+    return seconds * share ** (0.62 if share > 1 else 0.27)
 
 
 def step_seconds(times: Times, settings: Settings, length: int) -> float:
-    """Seconds of a step with these settings, if all completions have `length` tokens."""
-    slope = (times[LONG].learning - times[SHORT].learning) / (LONG - SHORT)
-    learning = max(0.0, times[SHORT].learning + slope * (length - SHORT))
+    """Seconds of a step with these settings, if all completions have `length` tokens. A prompt is learned from once for
+    eight completions, and attention to long ones takes its time (docs/results/long-46-h200.json)."""
+    prompts = PROMPT_TOKENS / (PROMPT_TOKENS + 8 * SHORT)
+    learning = interpolate(times[SHORT].learning, times[LONG].learning, length, times[SHORT].learning * prompts)
+    learning *= 1 + max(0, length - LONG) / 30_000
     rollout = rollout_seconds(times, settings.completions_per_rollout, length) / settings.steps_per_rollout
     return rollout + learning * settings.completions_per_step / COMPLETIONS
 
 
 def knows_times(settings: Settings, config: ModelConfig | None) -> bool:
-    """Whether the times hold for a run: they are those of gpt-oss-20b's shapes and of sampled completions by vLLM."""
+    """Whether the times hold for a run: they are those of gpt-oss-20b's shapes and of sampled completions by vLLM with
+    CUDA graphs."""
     shape = ("num_hidden_layers", "hidden_size", "num_local_experts")
     is_20b = config is not None and all(config.get(key) == REAL_CONFIG[key] for key in shape)
-    return is_20b and bool(settings.USE_VLLM) and not settings.DIRECT_ANSWERS
+    return is_20b and bool(settings.USE_VLLM) and not (settings.DIRECT_ANSWERS or settings.VLLM_EAGER)
 
 
 def evaluation_seconds(times: Times, settings: Settings, rows: int, length: int) -> float:

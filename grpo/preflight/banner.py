@@ -152,7 +152,8 @@ def evaluation_time(resolved: ResolvedRun) -> str:
     s, name = resolved.settings, find_card(resolved.machine.gpu)
     if not name or not knows_times(s, resolved.config):
         return ""
-    seconds = evaluation_seconds(step_times(name)[0], s, len(resolved.eval_rows), s.MAX_COMPLETION_LEN)
+    rows = -(-len(resolved.eval_rows) // resolved.machine.ranks)
+    seconds = evaluation_seconds(step_times(name)[0], s, rows, s.MAX_COMPLETION_LEN)
     return f"all take some {rounded_duration(seconds)} if completions have {s.MAX_COMPLETION_LEN:,} tokens"
 
 

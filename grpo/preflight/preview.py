@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run would do with the user's rows, and what it would take, as text: `--check` prints it below the plan."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -12,7 +13,7 @@ from grpo.data.heldout import group_of
 from grpo.data.prompts import count_tokens
 from grpo.figures.text import plain
 from grpo.harmony import answer_turn, completion_of
-from grpo.plan.cards import evaluation_seconds, find_card, knows_times, step_seconds, step_times
+from grpo.plan.cards import LONG, NAMES, evaluation_seconds, find_card, knows_times, step_seconds, step_times
 from grpo.preflight.resolve import ResolvedRun
 from grpo.reward.calling import RewardError
 from grpo.reward.reward_checks import GARBAGE, answer_lengths, correct_completion, score_made_up
@@ -150,27 +151,38 @@ def made_up_answers(row: Row, names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def time_lines(resolved: ResolvedRun) -> Iterator[Line]:
-    """What a run takes on a known card: seconds a step, hours, and money where PRICE_PER_HOUR is set. How long the
-    completions will be is not known, so both ends of a range are told."""
-    s, name = resolved.settings, find_card(resolved.machine.gpu)
+    """What the rest of a run takes on a known card: seconds a step, hours, and money where PRICE_PER_HOUR is set. How
+    long the completions will be is not known, so both ends of a range are told."""
+    s, machine, name = resolved.settings, resolved.machine, find_card(resolved.machine.gpu)
     if not name or not resolved.plan:
         return
     if not knows_times(s, resolved.config):
-        yield "time", "not known: steps of gpt-oss-20b with sampled completions by vLLM were measured, no others"
+        known = "sampled completions by vLLM with CUDA graphs were measured, no others"
+        yield "time", f"not known: steps of gpt-oss-20b with {known}"
         return
     times, source = step_times(name)
     lengths = ((s.MAX_COMPLETION_LEN + 1) // 2, s.MAX_COMPLETION_LEN)
-    seconds = [step_seconds(times, s, length) for length in lengths]
-    range_text = f"{seconds[0]:.0f} s if completions have {lengths[0]:,} tokens, {seconds[1]:.0f} s at {lengths[1]:,}"
-    yield "step time", f"{range_text}, on the card {name} ({source})"
-    count = 0 if resolved.exact else len(resolved.eval_rows)
+    of_one = dataclasses.replace(s, PROMPTS_PER_STEP=-(-s.PROMPTS_PER_STEP // machine.ranks))  # of one process
+    seconds = [step_seconds(times, of_one, length) for length in lengths]
+    ends = [f"{value:.0f} s" if value >= 10 else f"{value:.1f} s" for value in seconds]
+    if s.MAX_COMPLETION_LEN > LONG:
+        source = f"beyond {LONG:,} tokens ESTIMATED, {source}"
+    if machine.gpu_free < MOST_FREE * NAMES[name].free:
+        source += f"; with {NAMES[name].free:g} GiB free, less takes longer"
+    cards = f"the card {name}" if machine.ranks == 1 else f"{machine.ranks} cards {name}"
+    range_text = f"{ends[0]} if completions have {lengths[0]:,} tokens, {ends[1]} at {lengths[1]:,}"
+    yield "step time", f"{range_text}, on {cards} ({source})"
+    count = 0 if resolved.exact else -(-len(resolved.eval_rows) // machine.ranks)
     evaluating = [evaluation_seconds(times, s, count, length) for length in lengths]
-    training = [s.TOTAL_STEPS * value for value in seconds]
+    steps = max(0, s.TOTAL_STEPS - resolved.state.step)
+    training = [steps * value for value in seconds]
     hours = [(a + b + START_SECONDS) / 3600 for a, b in zip(training, evaluating, strict=True)]
     share = evaluating[1] / 3600 / hours[1]
-    text = f"{hours[0]:.1f} to {hours[1]:.1f} for {s.TOTAL_STEPS} steps; held-out rows take {share:.0%} of it"
+    text = f"{hours[0]:.1f} to {hours[1]:.1f} for {steps} steps; held-out rows take {share:.0%} of it"
     if resolved.closed_loop.runs:
         text += ", the closed loop comes besides (docs/evaluation.md#closed-loop)"
+    if s.ENVIRONMENT:
+        text += ", the environment's own time comes besides"
     yield "hours", text
     if s.PRICE_PER_HOUR:
         cost = [s.PRICE_PER_HOUR * value for value in hours]
@@ -181,3 +193,4 @@ def time_lines(resolved: ResolvedRun) -> Iterator[Line]:
 
 
 START_SECONDS = 180  # Loading the weights and vLLM's start with empty caches.
+MOST_FREE = 0.9  # With a smaller share of a card's memory a step takes longer than the measured ones.

@@ -62,6 +62,17 @@ def test_a_measured_step_is_told_as_it_was_and_others_between_the_measured_ones(
     assert step_seconds(times, wide, SHORT) == pytest.approx(23.5, rel=0.1), "experts-shared-384-h200.json"
 
 
+def test_few_long_or_short_completions_take_their_time():
+    """As they were measured; each of few completions takes a pass over the weights for every token."""
+    times, four = step_times("H200")[0], dataclasses.replace(RUN, PROMPTS_PER_STEP=1, NUM_GENERATIONS=4)
+    assert step_seconds(times, four, 28_563) == pytest.approx(157.6, rel=0.2), "long-22-h200.json"
+    assert step_seconds(times, four, 65_536) == pytest.approx(378, rel=0.2), "long-46-h200.json"
+    halves = [cards.rollout_seconds(times, number, SHORT) for number in (48, 96)]
+    assert halves[0] / halves[1] == pytest.approx(3.99 / 4.87, rel=0.05), "many-h100.json"
+    shortest, short = (step_seconds(times, RUN, length) for length in (1, SHORT // 2))
+    assert 0.5 < shortest < 1 and short == pytest.approx((shortest + 8.131) / 2, rel=0.01), "prompts are learned too"
+
+
 def test_cards_that_nobody_has_measured_are_marked_and_slower():
     fastest = [step_seconds(step_times(name)[0], RUN, LONG) for name in ("H200", "H100", "A100", "L40S", "4090", "L4")]
     assert fastest == sorted(fastest)

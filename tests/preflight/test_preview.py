@@ -93,7 +93,7 @@ def planned(tmp_path, card, **settings):
 
 @pytest.mark.parametrize(
     ("card", "step", "source"),
-    [("H200", "46 s at 4,000", "between steps that were measured"), ("4090", "s at 4,000", "ESTIMATED from an H200's")],
+    [("H200", "51 s at 4,000", "between steps that were measured"), ("4090", "s at 4,000", "ESTIMATED from an H200's")],
 )
 def test_time_and_money_on_a_card_that_is_not_here(tmp_path, card, step, source):
     text = preview(planned(tmp_path, card, PRICE_PER_HOUR=4.0))
@@ -106,7 +106,26 @@ def test_time_and_money_on_a_card_that_is_not_here(tmp_path, card, step, source)
     resolved = planned(tmp_path, card)
     assert "set PRICE_PER_HOUR" in preview(resolved)
     shortest = dataclasses.replace(resolved, settings=dataclasses.replace(resolved.settings, MAX_COMPLETION_LEN=1))
-    assert "if completions have 1 tokens" in preview(shortest)
+    assert "0.4 s if completions have 1 tokens" in preview(shortest) or card != "H200"
+
+
+def test_times_are_those_of_the_rest_of_the_run_on_all_its_gpus_and_their_free_memory(tmp_path):
+    def lines(machine=None, step=0, **changes):
+        run = dataclasses.replace(resolved.state, step=step)
+        settings = dataclasses.replace(resolved.settings, **changes)
+        return lines_of(
+            preview(dataclasses.replace(resolved, settings=settings, machine=machine or resolved.machine, state=run))
+        )
+
+    resolved = planned(tmp_path, "H200")
+    alone, shared = lines(), lines(dataclasses.replace(resolved.machine, ranks=2))
+    assert any("37 s at 4,000, on 2 cards H200 (between" in line for line in shared)
+    assert any("for 10 steps;" in line for line in lines(step=90))
+    assert not any("GiB free, less takes longer" in line for line in alone)
+    assert any("with 139.8 GiB free, less takes longer" in line for line in lines(resolved.machine.limited(40.0)))
+    assert any("(beyond 4,000 tokens ESTIMATED, between" in line for line in lines(MAX_COMPLETION_LEN=32_768))
+    assert any("not known" in line for line in lines(VLLM_EAGER=True))
+    assert any("the environment's own time comes besides" in line for line in lines(ENVIRONMENT="plant:Plant"))
 
 
 def test_a_card_is_planned_for_without_looking_at_this_machine(tmp_path):
