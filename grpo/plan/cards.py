@@ -2,6 +2,7 @@
 """Cards that one can rent or own: what the plan of a run and its time need to know of them, for `--check --card` and
 for the README's table."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class Card:
 
     label: str
     capability: float  # CUDA compute capability.
-    free: float  # GiB that a run finds free.
+    free: float  # GiB that a run finds free on the smallest of them: ECC takes 1.5 of an A10's 24, 3 of an L40S's 48.
     # GB/s of memory and dense BF16 TFLOPS of NVIDIA's data sheets.
     speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # By `--card`'s name.
     measured: Times = field(default_factory=dict)  # With 12 x 8 completions and prompts of PROMPT_TOKENS.
@@ -52,10 +53,15 @@ CARDS = (
     Card(
         "RTX 4090, A10 (24 GB)",
         8.9,
-        23.0,
-        {"4090": (1008, 165), "A10": (600, 125), "3090": (936, 71), "L4": (300, 121)},
+        22.0,
+        {"4090": (1008, 165), "A10": (600, 125), "A10G": (600, 70), "3090": (936, 71), "L4": (300, 121)},
     ),
-    Card("L40S, A6000 (48 GB)", 8.9, 46.0, {"L40S": (864, 362), "A6000": (768, 155)}),
+    Card(
+        "L40S, A6000 (48 GB)",
+        8.9,
+        44.4,
+        {"L40S": (864, 362), "A6000": (768, 155), "L40": (864, 181), "A40": (696, 150)},
+    ),
     Card("A100 of 80 GB", 8.0, 78.6, {"A100": (2039, 312)}),
     Card("Hopper with 22 GiB free", 9.0, 22.0, measured=SMALL, longest=32_768),
     Card("H100 of 80 GB", 9.0, 78.6, {"H100": (3350, 989)}, {SHORT: StepTime(8.897, 3.834)}, longest=130_048),
@@ -68,20 +74,23 @@ RAM = 64.0  # GiB of host memory that a rented machine has at least.
 
 
 def find_card(name: str) -> str:
-    """The name of a card in NAMES that `name` means: `h100`, `NVIDIA H100 80GB HBM3`. Empty if there is none."""
-    words = name.upper().replace("-", " ").replace("_", " ").split()
+    """The name of a card in NAMES that `name` means: `h100`, `NVIDIA H100 80GB HBM3`, `RTX4090`. Empty if there is
+    none."""
+    words = [word.removeprefix("RTX") for word in name.upper().replace("-", " ").replace("_", " ").split()]
     return next((known for known in NAMES if known in words), "")
 
 
 def rented_machine(text: str) -> Machine:
     """A machine with the card that `text` names, which is not here. Raises InputError for an unknown one, and for one
-    with less memory, such as an A100 of 40 GB."""
+    with less memory, such as an A100 of 40 GB, or a part of a card (MIG 1g.10gb)."""
     if not (name := find_card(text)):
-        raise InputError(f"--card {text}: unknown. Name one of {', '.join(NAMES)}")
+        fix = "For another of compute capability 8.0 or more name the nearest, with GPU_MEM_LIMIT if it has less memory"
+        raise InputError(f"--card {text}: unknown. Name one of {', '.join(NAMES)}. {fix}")
     card = NAMES[name]
-    size = re.search(r"\b([0-9]{1,4}) ?GI?B?\b", text.upper().replace("_", " "))
-    if size and int(size[1]) < card.free:
-        fix = f"To plan for less, set GPU_MEM_LIMIT={int(size[1]) - 1} with --card {name}"
+    sizes = re.findall(r"\b([0-9]{1,4}) ?GI?B?\b(?!\.)|[A-Z0-9] ([0-9]{2})\b", re.sub("[-_]", " ", text.upper()))
+    size = min((int(number) for match in sizes for number in match if number), default=math.inf)
+    if size < card.free:
+        fix = f"To plan for less, set GPU_MEM_LIMIT={max(1, size - 1)} with --card {name}"
         raise InputError(f"--card {text}: {name} stands for a card with {card.free:g} GiB free. {fix}")
     return Machine(name, 1, card.free, card.free, RAM, 16, card.arch, card.capability, is_planned=True)
 
