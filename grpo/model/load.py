@@ -28,7 +28,7 @@ from grpo.model.head import install_float32_head
 from grpo.model.long_layers import chunk_layers
 from grpo.phases import FILE_ONLY, Phase
 from grpo.plan.hub import count_parameters, has_mxfp4
-from grpo.plan.machine import Machine
+from grpo.plan.machine import GIB, Machine
 from grpo.plan.memory import StepPlan
 from grpo.plan.tensors import weight_files
 from grpo.process.ending import UnloadableModel
@@ -250,9 +250,16 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def unseen_gpu(machine: Machine) -> str | None:
-    """Why torch cannot use the machine's GPU; None if it can or if there is no GPU."""
-    if not machine.gpus or torch.cuda.is_available():
+    """Why torch cannot use the machine's GPU as it is planned; None if it can or if there is no GPU. nvidia-smi tells
+    the memory of a whole one where torch has a part of it (MIG)."""
+    if not machine.gpus:
         return None
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory / GIB
+        if total > 0.95 * machine.gpu_free:  # The two count what the driver keeps differently.
+            return None
+        fault = f"torch finds {total:.1f} GiB where {machine.gpu_memory_text}, as on a part of a GPU (MIG)"
+        return f"GPU {machine.gpu}: {fault}. Set GPU_MEM_LIMIT={max(1, int(total))}, which plans the run for that"
     problem = f"{machine.gpu} is there, but torch {torch.__version__} does not see it"
     remedy = "Older drivers need a library on LD_LIBRARY_PATH (docs/install.md#older-drivers)"
     return f"torch: {problem}. It needs driver 580 and a build for CUDA: bash scripts/setup.sh. {remedy}"

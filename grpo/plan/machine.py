@@ -65,10 +65,12 @@ class Machine:
         return f"{free} are free" if self.gpu_limit is None else f"GPU_MEM_LIMIT allows {free}"
 
     def limited(self, limit: float | None) -> "Machine":
-        """This machine with at most `limit` GiB of the GPU's memory free; None is no limit."""
-        if limit is None or self.gpu_free <= limit:
+        """This machine with at most `limit` GiB of the GPU's memory free, and where this is unknown with so many; None
+        is no limit."""
+        is_unknown = self.gpus > 0 and not self.gpu_total
+        if limit is None or (self.gpu_free <= limit and not is_unknown):
             return self
-        return dataclasses.replace(self, gpu_free=limit, gpu_limit=limit)
+        return dataclasses.replace(self, gpu_free=limit, gpu_total=self.gpu_total or limit, gpu_limit=limit)
 
     @property
     def ram_share(self) -> float:

@@ -38,6 +38,7 @@ from grpo.settings.environment import load_settings, unknown_variables
 from grpo.settings.parsing import show
 from grpo.settings.table import TASK_FILES, Settings
 
+WHOLE_UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 BLACKWELL = 10  # The compute capability of the first cards of this generation; those of the last are 12.x.
 
 
@@ -108,6 +109,10 @@ def check_settings(
         problems.add("IS_CORRECTION", "vespo corrects sequences itself", "Set token_truncate or token_mask")
     if settings.LOSS_TYPE == "vespo" and settings.IMPORTANCE_SAMPLING_LEVEL == "sequence":
         problems.add("IMPORTANCE_SAMPLING_LEVEL", "vespo weights completions itself", "Set token")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if use_vllm and not machine.is_planned and visible.startswith("GPU-") and len(visible) < len(WHOLE_UUID):
+        fault = f"vLLM finds no GPU by a part of its UUID, {visible}"
+        problems.add("CUDA_VISIBLE_DEVICES", fault, "Write all of it (nvidia-smi -L), or the GPU's number")
     if machine.gpus > 1:
         start = f"Start one for each (torchrun --nproc-per-node {machine.gpus} train_grpo.py, see docs/clusters.md)"
         fault = f"{machine.gpus} GPUs are visible, a process of this program uses one"
@@ -179,7 +184,10 @@ def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: P
         problems.add("MAX_COMPLETION_LEN", f"after a prompt of {plan.prompt_len} tokens, {fault}", fix)
     fewer = ", or start fewer processes" if machine.here > 1 else ""
     if machine.gpus:
-        if shortfall := memory_shortfall(plan, machine):
+        if not machine.gpu_total:
+            fix = "Set GPU_MEM_LIMIT to the GiB that the run may take"
+            problems.add(f"GPU {machine.gpu}", machine.gpu_memory_text, fix)
+        elif shortfall := memory_shortfall(plan, machine):
             limited = settings.VLLM_GPU_MEM is not None and engine and engine.cache < engine.cache_least
             name = "VLLM_GPU_MEM" if limited else f"GPU {machine.gpu}"
             fault = f"{machine.gpu_memory_text}, and {shortfall} ({plan.parts})"

@@ -4,18 +4,21 @@
 import json
 import os
 import shutil
+import types
 
 import pytest
 import torch
 from expert_models import load, stock_model
+from machines import CPU, H100
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from grpo.model.experts import quantized_experts
-from grpo.model.load import choose_threads, load_adapter, load_base, load_tokenizer
+from grpo.model.load import choose_threads, load_adapter, load_base, load_tokenizer, unseen_gpu
 from grpo.model.long_layers import LongLayer
 from grpo.model.write_checkpoint import write_json
 from grpo.output.durable import read_json
+from grpo.plan.machine import GIB
 from grpo.plan.memory import StepPlan
 from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.process.ending import UnloadableModel
@@ -26,6 +29,17 @@ from grpo.settings.table import Settings
 def copy(tiny, tmp_path):
     """A folder with the tiny model, to be changed."""
     return shutil.copytree(tiny, tmp_path / "model")
+
+
+def test_a_part_of_a_gpu_is_not_taken_for_the_whole(monkeypatch):
+    """nvidia-smi tells the memory of the whole one, with which the run was planned."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for total, machine in ((79.1, H100), (139.8, H100), (39.5, H100.limited(39.0)), (39.5, CPU)):
+        properties = types.SimpleNamespace(total_memory=total * GIB)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, values=properties: values)
+        assert unseen_gpu(machine) is None
+    problem = unseen_gpu(H100)
+    assert "torch finds 39.5 GiB where 79.0 of 79.6 GiB are free" in problem and "Set GPU_MEM_LIMIT=39," in problem
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU computes little there")

@@ -40,6 +40,8 @@ def test_what_nvidia_smi_does_not_tell_is_named(monkeypatch, tmp_path):
     write_commands(tmp_path, {"nvidia-smi": "echo 'NVIDIA GB10, [N/A], [N/A], 12.1'"})
     gpu = machine.read_machine()
     assert (gpu.gpu, gpu.gpus) == ("NVIDIA GB10", 1) and gpu.gpu_memory_text == "nvidia-smi does not tell its memory"
+    assert gpu.limited(39.0).gpu_memory_text == "GPU_MEM_LIMIT allows 39.0 of 39.0 GiB"
+    assert CPU.limited(39.0) == CPU and dataclasses.replace(H100, gpu_free=0.0).limited(39.0).gpu_free == 0
 
 
 @pytest.mark.parametrize("sign", ["device", "tool"])

@@ -78,6 +78,14 @@ def test_settings_that_go_together():
     assert "has no MXFP4 experts" in only(settings_problems(CPU, bf16, EXPERTS="mxfp4"))
 
 
+def test_vllm_needs_the_whole_uuid_of_a_gpu(monkeypatch):
+    """torch and nvidia-smi take its first letters, too."""
+    for visible, refused in (("GPU-af7b61d8", True), ("GPU-af7b61d8-21af-baea-6a19-42a1f9f7c3cb", False), ("3", False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert bool(settings_problems(H100)) == refused and not settings_problems(H100, USE_VLLM=False)
+        assert not settings_problems(dataclasses.replace(H100, is_planned=True))
+
+
 def test_importance_ratios_need_the_log_probs_of_all_tokens():
     for vllm, correction, refused in ((True, "token_mask", 1), (True, "none", 0), (False, "token_mask", 0)):
         problems = Problems()
@@ -258,6 +266,9 @@ def test_the_plan_stays_below_the_limit_of_gpu_memory(tiny_run, capability):
         plan = plan_memory(settings, inputs)
         assert limit * 0.4 < plan.peak <= limit, (limit, beside_vllm)
         assert not memory_problems(limited, beside_vllm, EXPERTS=settings.EXPERTS)
+    unknown = dataclasses.replace(machine, gpu_total=0.0, gpu_free=0.0)
+    fix = "tell its memory. Set GPU_MEM_LIMIT to the GiB that the run may take"
+    assert only(memory_problems(unknown, True, EXPERTS="mxfp4")).endswith(fix)
     problem = only(memory_problems(machine.limited(12.0), True, EXPERTS="mxfp4"))
     assert "GPU_MEM_LIMIT allows 12.0 of 79.6 GiB, and" in problem and "Raise GPU_MEM_LIMIT if" in problem
 
