@@ -117,8 +117,8 @@ class PlanInputs:
         if not self.starts_vllm(settings):
             return ("mxfp4", "bf16")
         if unshared_reason(settings.ROLLOUT_SYNC, self.config, self.machine):
-            return ("bf16", "paged")
-        return ("shared", "bf16", "paged")
+            return ("bf16", "paged", "mxfp4")
+        return ("shared", "bf16", "paged", "mxfp4")
 
     def fits(self, settings: Settings, changes: Changes) -> bool:
         """Whether a run with these settings and `changes` fits into the memory of GPU and host."""

@@ -104,6 +104,8 @@ def choose_experts(settings: Settings, inputs: PlanInputs) -> Choice[str]:
         return Choice(kinds[0], "no GPU: models that a CPU can train are small")
     fitting = (kind for kind in kinds if inputs.fits(settings, {"EXPERTS": kind}))
     chosen = next(fitting, "paged" if "paged" in kinds else "mxfp4")  # Where nothing fits, what lacks least.
+    if chosen == "mxfp4" and inputs.starts_vllm(settings):
+        return Choice(chosen, "the host has no room for paged ones, and the GPU has some for packed ones beside vLLM")
     return Choice(chosen, EXPERTS_REASONS[chosen])
 
 

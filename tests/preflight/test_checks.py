@@ -293,6 +293,15 @@ def test_experts_are_chosen_by_the_machine(capability, free, beside_vllm, chosen
     assert not problems if free > 16 else "weights 12.8" in only(problems), "39 GiB were not asked for"
 
 
+def test_packed_experts_stay_on_the_gpu_where_the_host_has_no_room_for_paged_ones():
+    machine = dataclasses.replace(H100, capability=8.9, gpu_free=44.4)
+    for ram, kind, problems in ((30.0, "paged", 0), (24.0, "mxfp4", 0), (12.0, "paged", 1)):
+        machine = dataclasses.replace(machine, ram_free=ram)
+        choice = choose_experts(Settings(EXPERTS=None), plan_inputs(machine, True))
+        assert choice.value == kind and ("no room for paged" in choice.reason) == (kind == "mxfp4")
+        assert len(memory_problems(machine, True, EXPERTS=kind)) == problems
+
+
 SET = "GRADIENT_CHECKPOINTING"
 CHECKPOINTING = [  # GPU memory, what is set, whether activations are recomputed, the micro-batch, and the reason.
     (139.8, {}, False, 24, "there is room for all that micro-batches of 15,108 tokens keep"),
