@@ -196,5 +196,5 @@ def forked_description(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def claimed_gpu(tmp_path: Path) -> dict[str, str]:
     """Environment of a machine whose nvidia-smi shows an H100 with 79 GiB free."""
-    tools = write_commands(tmp_path / "bin", {"nvidia-smi": "echo 'NVIDIA H100 80GB HBM3, 81559, 80896, 9.0'"})
+    tools = write_commands(tmp_path / "bin", {"nvidia-smi": "echo '0, NVIDIA H100 80GB HBM3, 81559, 80896, 9.0'"})
     return {"PATH": f"{tools}:{CLEAN['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}

@@ -42,6 +42,7 @@ class Machine:
     cores: int = 1
     arch: str = ""
     capability: float = 0.0  # CUDA compute capability: 8.0 is Ampere, 9.0 Hopper, 10.0 Blackwell
+    freest: str = "0"  # The number of the visible GPU that can train and has most memory free.
     ranks: int = 1  # Processes of the run.
     here: int = 1  # Processes of the run on this machine, which share its memory.
     gpu_limit: float | None = None  # GPU_MEM_LIMIT where less than that is free; `gpu_free` is then this.
@@ -122,14 +123,17 @@ def read_machine() -> Machine:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return machine
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits"]
+    columns = "index,name,memory.total,memory.free,compute_cap"
+    query = ["nvidia-smi", f"--query-gpu={columns}", "--format=csv,noheader,nounits"]
     query += [f"--id={visible}"] if visible else []
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
         output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        lines = output.strip().splitlines()
-        name, total, free, capability = (cell.strip() for cell in lines[0].split(","))
-        machine = dataclasses.replace(machine, gpu=name, gpus=len(lines), capability=float(capability))
+        rows = [[cell.strip() for cell in line.split(",")] for line in output.strip().splitlines()]
+        _, name, total, free, capability = rows[0]
+        machine = dataclasses.replace(machine, gpu=name, gpus=len(rows), capability=float(capability))
         machine = dataclasses.replace(machine, gpu_total=int(total) / 1024, gpu_free=int(free) / 1024)
+        freest = max(rows, key=lambda row: (float(row[4]) >= 8, int(row[3])))
+        machine = dataclasses.replace(machine, freest=freest[0])
     has_rocm = AMD_DEVICE.exists() or shutil.which("rocm-smi") is not None
     return dataclasses.replace(machine, has_amd=has_rocm and not machine.gpus)
 

@@ -116,7 +116,8 @@ def check_settings(
     if machine.gpus > 1:
         start = f"Start one for each (torchrun --nproc-per-node {machine.gpus} train_grpo.py, see docs/clusters.md)"
         fault = f"{machine.gpus} GPUs are visible, a process of this program uses one"
-        problems.add("CUDA_VISIBLE_DEVICES", fault, f"{start}, or make one visible, e.g. CUDA_VISIBLE_DEVICES=0")
+        fix = f"{start}, or make one visible, e.g. CUDA_VISIBLE_DEVICES={machine.freest}"
+        problems.add("CUDA_VISIBLE_DEVICES", fault, fix)
 
 
 def check_experts(

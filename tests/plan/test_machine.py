@@ -37,11 +37,21 @@ def test_what_nvidia_smi_does_not_tell_is_named(monkeypatch, tmp_path):
     write_commands(tmp_path, {"nvidia-smi": "echo No devices were found; exit 6"})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1f2e")
     assert machine.read_machine().no_gpu == "nvidia-smi shows no GPU for CUDA_VISIBLE_DEVICES=MIG-1f2e"
-    write_commands(tmp_path, {"nvidia-smi": "echo 'NVIDIA GB10, [N/A], [N/A], 12.1'"})
+    write_commands(tmp_path, {"nvidia-smi": "echo '0, NVIDIA GB10, [N/A], [N/A], 12.1'"})
     gpu = machine.read_machine()
     assert (gpu.gpu, gpu.gpus) == ("NVIDIA GB10", 1) and gpu.gpu_memory_text == "nvidia-smi does not tell its memory"
     assert gpu.limited(39.0).gpu_memory_text == "GPU_MEM_LIMIT allows 39.0 of 39.0 GiB"
     assert CPU.limited(39.0) == CPU and dataclasses.replace(H100, gpu_free=0.0).limited(39.0).gpu_free == 0
+
+
+def test_the_gpu_that_is_proposed_can_train_and_has_most_memory_free(monkeypatch, tmp_path):
+    """Others may be in use, or too old."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    cards = ["2, NVIDIA H100, 81559, 900, 9.0", "3, Tesla V100, 32768, 32000, 7.0", "5, NVIDIA L4, 23034, 22565, 8.9"]
+    write_commands(tmp_path, {"nvidia-smi": "".join(f"echo '{card}'\n" for card in cards)})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    gpu = machine.read_machine()
+    assert (gpu.gpu, gpu.gpus, gpu.freest) == ("NVIDIA H100", 3, "5")
 
 
 @pytest.mark.parametrize("sign", ["device", "tool"])

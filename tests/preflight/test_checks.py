@@ -22,7 +22,7 @@ from grpo.preflight.choices import EXPERTS_REASONS, Choice, choose_checkpointing
 from grpo.settings.table import FIELDS, Settings
 
 HEADER = ["prompt", "reward_action_0", "reward_action_1"]
-TWO_GPUS = dataclasses.replace(H100, gpus=2)
+TWO_GPUS = dataclasses.replace(H100, gpus=2, freest="7")
 CONFLICTS = [
     ({"GENERATION_BATCH": 7, "STEPS_PER_GENERATION": 2}, CPU, ["STEPS_PER_GENERATION x ", "2 x 12 x 8 = 192"]),
     ({"LOSS_TYPE": "vespo", "IMPORTANCE_SAMPLING_LEVEL": "sequence"}, CPU, ["IMPORTANCE_SAMPLING_LEVEL: vespo"]),
@@ -41,7 +41,7 @@ CONFLICTS = [
     ({"LORA_TARGETS": ","}, CPU, ["names no module"]),
     ({"WARMUP_STEPS": 100}, CPU, ["rise over 100 steps, the run has 100"]),
     ({"USE_VLLM": True}, CPU, ["needs a GPU"]),
-    ({}, TWO_GPUS, ["2 GPUs are visible", "torchrun --nproc-per-node 2 train_grpo.py", "CUDA_VISIBLE_DEVICES=0"]),
+    ({}, TWO_GPUS, ["2 GPUs are visible", "torchrun --nproc-per-node 2 train_grpo.py", "CUDA_VISIBLE_DEVICES=7"]),
     ({"PROMPTS_PER_STEP": 3}, dataclasses.replace(H100, ranks=4, here=2), ["3 cannot be shared out among 4 processes"]),
     *(
         ({"LORA_TARGETS": f"q_proj,{name}"}, CPU, [repr(name), "takes an adapter", "all-linear", "q_proj", "7.experts"])
