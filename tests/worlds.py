@@ -88,6 +88,22 @@ class Rough(Sum):
         raise SystemExit(1)
 
 
+class Fetch:
+    """Its parameters have names that this project's functions use too."""
+
+    def reset(self, method="GET", **columns):
+        return f" By {method}, with {', '.join(columns)}."
+
+    def fetch(self, method: str, name: str) -> str:
+        """Fetches.
+
+        Args:
+            method: How.
+            name: What.
+        """
+        return f"{method} {name}"
+
+
 class HalfCharacter(Sum):
     def reset(self, **columns):
         raise ValueError("no file days\udcff.csv")

@@ -102,7 +102,8 @@ class Host:
         self.loop = asyncio.new_event_loop()
         self.rewards_read = 0  # So many `step_rewards` were reported already.
 
-    def run(self, method: Any, *arguments: object, **options: object) -> Any:
+    # The `/` is for tools with an argument, and rows with a column, called `method`.
+    def run(self, method: Any, /, *arguments: object, **options: object) -> Any:
         """Calls the method; awaits it if it is async."""
         value = method(*arguments, **options)
         return self.loop.run_until_complete(value) if inspect.isawaitable(value) else value

@@ -107,6 +107,15 @@ def test_the_process_that_forks_them_imports_everything_wherever_the_program_sta
     assert done.stdout.split() == ["begun", "True", "False"], done.stdout + done.stderr
 
 
+def test_arguments_and_columns_may_have_any_name(pool_of):
+    """A tool that fetches pages has a `method`: it was answered that it got multiple values for it, at every call."""
+    pool = pool_of("Fetch")
+    environment = pool.take()
+    reply = ask(pool, environment, "reset", {"method": "POST", "name": "x", "arguments": 1})
+    assert (reply.text, reply.failed) == (" By POST, with name, arguments.", "")
+    assert ask(pool, environment, "call", "fetch", {"method": "GET", "name": "page"}).text == "GET page"
+
+
 FAILURES = [("leave", {}, DIED), ("stop", {}, "call raised SystemExit: 1"), ("wait", {"seconds": 60}, TIMED_OUT)]
 
 
