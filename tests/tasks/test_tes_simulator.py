@@ -67,6 +67,9 @@ def test_report_and_table_compare_with_the_base_model_and_the_best_rule():
     cells = ["100.0", "5.0", "19.0 (15.0 to 22.0) *", "1 of 90", "7.0", "1 of 5", "days: 2025-07-07 (6.5)"]
     assert section.rows[1] == ["trained", *cells]
     texts = section.verdict, " ".join(SIMULATOR.table(record).split())
+    assert "second run" not in texts[0] + texts[1], "the optimum leaves 14 kWh: the plant is too small for the load"
+    record["totals"]["optimum"]["unserved_kwh"] = 0.0
+    texts = SIMULATOR.report(record).verdict, " ".join(SIMULATOR.table(record).split())
     assert all(SECOND_RUN in text for text in texts), "6.5 kWh in a window are worth a second run"
     second = record | {"difference_start": record["difference"]}
     assert "second run" not in SIMULATOR.report(second).verdict + SIMULATOR.table(second), "it is one"

@@ -212,9 +212,12 @@ def hides_losses(policy: Mapping[str, object]) -> bool:
 
 
 def needs_second_run(record: Record) -> bool:
-    """Whether a first run's model left so much load unserved in a window that a second run is worth its time."""
-    worst = finite_number(object_at(record, "totals", "trained").get("worst_unserved_kwh"))
-    return worst > MUCH_KWH and "difference_start" not in record  # A run with INIT_ADAPTER compares with its start.
+    """Whether a first run's model left so much load unserved in a window that a second run is worth its time: load that
+    the optimum serves, since no run serves what is above the plant's capacity."""
+    trained, optimum = (object_at(record, "totals", name) for name in ("trained", "optimum"))
+    above = finite_number(trained.get("unserved_kwh")) - finite_number(optimum.get("unserved_kwh"))
+    is_much = finite_number(trained.get("worst_unserved_kwh")) > MUCH_KWH and above > MUCH_KWH
+    return is_much and "difference_start" not in record  # A run with INIT_ADAPTER compares with its start.
 
 
 def unserved_text(policy: Mapping[str, object], windows: int) -> str:
