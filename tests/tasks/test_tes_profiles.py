@@ -55,6 +55,7 @@ CELLS = {
     "empty cell": (NOON, 1, " 0.3 ", "", (AT_NOON, "'co2'", "number")),
     "negative load": (NOON, 2, "0", "-0.1", (AT_NOON, "'load'", "0 or more")),
     "grams": (NOON, 1, "0.456", "456", (AT_NOON, "'co2'", "1000")),
+    "watts": (NOON, 2, "400", "38000", (AT_NOON, "'load'", "'38000' is more than the 400 kW", "in W")),
     "load at night": (3, 2, "0", "5", ("row 3,", "'load'", "outside 08:00-17:00")),
     "half hours": (NOON, 0, "2025/4/14 12:00", "2025-04-14 12:30:00", (AT_NOON, "full hour", "12:00")),
     "utc offset": (NOON, 0, "2025-04-14 12:00", "2025-04-14 12:00+09:00", (AT_NOON, "local time")),

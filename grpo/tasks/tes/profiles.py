@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from grpo.common import InputError
-from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, START_KWH, Solution, solve, terminal_price
+from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, PLANT, START_KWH, Solution, solve, terminal_price
 
 TRAIN_START, HELDOUT_START = date(2025, 4, 7), date(2025, 9, 1)  # Mondays; a window starts on every Monday
 
@@ -134,6 +134,8 @@ def parse_number(text: str, kind: str, stamp: datetime | None) -> float:
         raise ValueError("is no number of 0 or more; write it with a decimal point and no unit")
     if kind == "co2" and value > 2.0:
         raise ValueError("is more than 2 kg/kWh; divide by 1000 if it is in g/kWh")
+    if kind == "load" and value > (most := PLANT.rated_kw + PLANT.capacity_kwh):
+        raise ValueError(f"is more than the {most:.0f} kW of heat pump and full storage; divide by 1000 if it is in W")
     if kind == "load" and value > 0 and stamp and stamp.hour not in HOURS:
         raise ValueError(f"is a load outside {HOURS[0]:02d}:00-{HOURS[-1]:02d}:00, which is not simulated; set it to 0")
     return value
