@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from helpers import ROOT
 from run_folders import plant_record
+from test_tes_profiles import as_csv, profile_rows
 
 from grpo.common import Problems
 from grpo.data.files import read_file
@@ -52,6 +53,17 @@ def test_the_plan_reads_the_profiles_and_names_their_problems(tmp_path, good_csv
     assert not plan(full, f"{tmp_path}/bad.csv,{tmp_path}/none.csv").runs
     text = "\n".join(problems)
     assert "none.csv" in text and "bad.csv, row 1, column 'co2': '410' is more than 2 kg/kWh" in text
+
+
+def test_days_whose_optimum_costs_nothing_are_refused(tmp_path):
+    """Regret is a share of its cost: without one no adapter was chosen, and the report said `nan%`."""
+    rows = read_file(ROOT / "data/tes_heldout.csv", Problems())
+    for load, refusal in (("30", []), ("0", ["of these days costs 0.0 kg CO2, and regret is a share of that"])):
+        path, problems = tmp_path / "days.csv", Problems()
+        table = [[stamp, "0.3", load if "08:00" in stamp else "0"] for stamp, *_ in profile_rows()[1:]]
+        path.write_text(as_csv([["datetime", "co2", "load"], *table]))
+        SIMULATOR.plan(Settings(EVAL_PROFILE=str(path)), rows, None, True, True, problems)
+        assert len(problems) == len(refusal) and all(word in problems[0] for word in refusal), problems
 
 
 def test_report_and_table_compare_with_the_base_model_and_the_best_rule():

@@ -169,6 +169,12 @@ def optimal_policy(windows: Sequence[Window]) -> Policy:
     return policy
 
 
+def optimal_kg(window: Window) -> float:
+    """The optimum's `priced_kg` in a window."""
+    worth_at_start = START_KWH * tes.terminal_price(window.co2[DECISION_DAYS])
+    return (worth_at_start - float(window.solve().values[0][0])) * PLANT.cost_scale
+
+
 def model_policy(ask: Ask, render: Callable[[State], str], unparsed: np.ndarray) -> Policy:
     """A policy that asks a model with rendered states, and parses its actions. It adds the completions that name no
     action to `unparsed` (W,). It counts the hours, so it serves a single pass."""

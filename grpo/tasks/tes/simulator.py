@@ -15,8 +15,8 @@ from grpo.figures.verdict import BASE, RARE_LOSSES, RULE, START_ADAPTER, Compari
 from grpo.harmony import open_answer
 from grpo.settings.table import Settings
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
+from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import record as tes_record
-from grpo.tasks.tes.closed_loop import DECISIONS
 from grpo.tasks.tes.plant import PLANT
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import prompt_kind, renderer
@@ -68,6 +68,10 @@ def make_plan(
             windows += tes_record.read_windows(path)
         except InputError as error:
             problems += [f"{where}: {line}" for line in error.args]
+    optimum_kg = round(sum(loop.optimal_kg(window) for _, window in windows), 1) + 0.0  # Not -0.0.
+    if windows and optimum_kg <= 0:
+        fault = f"the optimum of these days costs {optimum_kg:,.1f} kg CO2, and regret is a share of that"
+        problems.add(where, fault, "Name days with more cooling load, or no profile")
     if prompt == "compact" and template is None:
         fix = "Add chat_template.jinja, or take full prompts"
         problems.add(f"MODEL_ID={settings.MODEL_ID}", "it has no chat template", fix)
@@ -75,7 +79,7 @@ def make_plan(
     render_state = renderer(prompt, lambda turns: render(template or "", tuple(turns), effort, date))
     profiles = tuple(path.name for path in files)
     return ClosedLoopPlan(
-        reason=f"{len(windows)} windows of {', '.join(profiles)}, {DECISIONS} decisions one after the other",
+        reason=f"{len(windows)} windows of {', '.join(profiles)}, {loop.DECISIONS} decisions one after the other",
         runs=bool(windows),
         is_mentioned=True,
         why_sampled=why_sampled(settings, prompt),
