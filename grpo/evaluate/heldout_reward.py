@@ -22,6 +22,7 @@ from grpo.reward.calling import Reward
 from grpo.reward.episode import Episode
 from grpo.reward.reward_checks import GARBAGE
 from grpo.reward.scoring import Completion, completion_rates, read_completions, score, total
+from grpo.rollout.episodes import warn_of_failures
 from grpo.settings.table import Settings
 
 Results = dict[str, Any]  # evaluation.json
@@ -84,6 +85,7 @@ class HeldoutEvaluation:
         if self.model.player:
             played = self.model.play(sampled, greedy=greedy, base=base)
             ids, episodes = [sample.ids for sample in played], [sample.episode for sample in played if sample.episode]
+            warn_of_failures(episodes)
             sampled = [replace(row, prompt=episode.prompt) for row, episode in zip(sampled, episodes, strict=True)]
         else:
             ids = self.model.complete([row.prompt for row in sampled], samples, greedy=greedy, base=base)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
+from grpo.common import log
 from grpo.data.files import Row
 from grpo.data.prepare import Tools, episode_prompt
 from grpo.environment.calls import Call, error_text, read_call, result_parts, special_ids, without_tokens
@@ -128,10 +129,18 @@ class EpisodePlayer:
 
 
 def check_played(samples: Sequence[Sample], name: str) -> None:
-    """Raises RewardError if every episode in the environment `name` failed: there is nothing to learn from."""
+    """Raises RewardError if every episode in the environment `name` failed: there is nothing to learn from. Warns of
+    some that did."""
     episodes = [sample.episode for sample in samples if sample.episode]
     if episodes and all(episode.has_failed for episode in episodes):
         raise RewardError(f"ENVIRONMENT={name}: every episode of this step failed: {episodes[-1].fault}")
+    warn_of_failures(episodes)
+
+
+def warn_of_failures(episodes: Sequence[Episode]) -> None:
+    """Warns of episodes whose environment failed: figures are means over the others."""
+    if faults := [episode.fault for episode in episodes if episode.has_failed]:
+        log.warning("ENVIRONMENT: %d of %d episodes failed, such as by %s", len(faults), len(episodes), faults[0])
 
 
 class Stage:

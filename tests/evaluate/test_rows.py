@@ -27,9 +27,13 @@ from grpo.data.heldout import date_of, hold_out
 from grpo.evaluate import evaluate_adapter
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, are_figures
 from grpo.figures.statistics import paired_difference
+from grpo.model.load import load_tokenizer
 from grpo.output.durable import read_json, read_sealed
+from grpo.plan.hub import TINY_PATH
 from grpo.preflight.choices import Choice
 from grpo.reward.calling import RewardError
+from grpo.reward.episode import Episode
+from grpo.rollout.sampler import Sample
 from grpo.settings.table import Settings
 
 HEADER = ["date", "question", "reward_action_0", "reward_action_1"]
@@ -87,6 +91,19 @@ def test_the_same_day_or_prompt_in_two_files_is_one_cluster():
     for environment, count in (("", 1), ("worlds:Sum", 6)):  # What an environment is reset with is part of a prompt.
         model = SimpleNamespace(settings=Settings(ENVIRONMENT=environment))
         assert len(set(HeldoutEvaluation(model, resets, True, [], None).clusters)) == count
+
+
+def test_an_evaluation_tells_of_episodes_that_failed(caplog):
+    """Its figures are means over the others, and no log has a row of them."""
+    rows = [files.Row("a.csv", n, (("user", "Go."),), (), {"target": n}) for n in (1, 2)]
+    played = [Sample([1], None, episode=Episode("Go.", [], [1], [0], None, 1.0, "answer"))]
+    played += [Sample([1], None, episode=Episode("Go.", [], [1], [0], None, None, "reset", "reset: no file"))]
+    settings, tokenizer = Settings(ENVIRONMENT="shop:Shop", EVAL_SAMPLES=1), load_tokenizer(str(TINY_PATH))
+    model = SimpleNamespace(
+        settings=settings, player=True, tokenizer=tokenizer, stops=[2], play=lambda *_, **__: played
+    )
+    HeldoutEvaluation(model, rows, False, [], None).measure()
+    assert caplog.messages == ["ENVIRONMENT: 1 of 2 episodes failed, such as by reset: no file"]
 
 
 def test_a_run_without_a_plant_does_not_mention_one(weather):

@@ -159,14 +159,16 @@ def test_reward_functions_get_a_copy(play):
     assert sample.episode.environment().total == 3, "a lock cannot be copied, the rest can"
 
 
-def test_a_run_ends_only_where_no_episode_can_be_scored(play):
+def test_a_run_ends_only_where_no_episode_can_be_scored(play, caplog):
     samples, _ = play({"Add.": [FINAL]}, world="IntReset")
     assert samples[0].written == 0, "the token that fills it up is not learned"
     with pytest.raises(RewardError, match="every episode of this step failed: reset: reset returned 3"):
         check_played(samples, "worlds:IntReset")
     samples, _ = play({"Reach 0.": [FINAL], "Reach 1.": [call("{}", "leave")]})
+    assert not caplog.records
     check_played(samples, "worlds:Rough")
     assert samples[1].episode.fault == "call: its process ended"
+    assert caplog.messages == ["ENVIRONMENT: 1 of 2 episodes failed, such as by call: its process ended"]
 
 
 def test_a_prompt_that_the_reset_made_too_long_is_named(play):
