@@ -2,9 +2,10 @@
 """Episodes whose turns rows show, as scripts/sft.py learns from them."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 
-from grpo.common import InputError
+from grpo.common import InputError, log, one_line
 from grpo.data.files import Row
 from grpo.reward.episode import CUT
 from grpo.rollout.episodes import EpisodePlayer
@@ -14,7 +15,7 @@ Pairs = dict[str, list[list[int]]]
 
 
 class NoTurnLeft(Exception):
-    """An episode goes on behind the last turn that its row shows."""
+    """An episode goes on behind the last turn that its row shows; the argument is its tokens."""
 
 
 class Recital(Sampler):
@@ -28,9 +29,9 @@ class Recital(Sampler):
         yield BatchSession(self.answer)
 
     def answer(self, prompts: Sequence[Tokens], limits: Limits) -> Iterator[Sample]:
-        for _ in prompts:
+        for prompt in prompts:
             if (turn := next(self.turns, None)) is None:
-                raise NoTurnLeft
+                raise NoTurnLeft(prompt)
             yield Sample(turn)
 
 
@@ -51,13 +52,20 @@ def play_demonstrations(
         where = f"{row.file}, row {row.number}: the episode"
         try:
             (sample,) = player.play([row], sampling)
-        except NoTurnLeft:
-            raise InputError(
-                f"{where} goes on behind its {len(row_turns)} turns. Add calls, or a column `answer`"
-            ) from None
+        except NoTurnLeft as error:
+            result = str(player.tokenizer.decode(error.args[0])).rpartition("<|message|>")[2].partition("<|end|>")[0]
+            fault = (
+                f"{where} goes on behind its {len(row_turns)} turns, the last of which got `{one_line(result, 200)}`"
+            )
+            raise InputError(f"{fault}. Correct that call, add others, or a column `answer`") from None
         episode = sample.episode
         assert episode
-        if episode.is_cut or episode.has_failed or episode.unread:
+        text = str(player.tokenizer.decode(sample.ids))
+        if raised := re.findall(r'<\|message\|>(\{"error": .*?)<\|end\|>', text, re.S):
+            fault = f"{len(raised)} calls whose tool raised, such as by {one_line(raised[0], 200)}"
+            log.warning("%s shows %s. The model learns them too", where, fault)
+        is_done_early = any(turn.endswith("<|call|>") for turn in row_turns[len(episode.turns) :])
+        if episode.is_cut or episode.has_failed or episode.unread or is_done_early:
             fault = f" ({episode.fault})" if episode.fault else ""
             fix = f". Raise {CUT[episode.end]}, or show less" if episode.is_cut else ""
             raise InputError(

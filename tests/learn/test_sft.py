@@ -238,13 +238,27 @@ def test_calls_that_cannot_be_shown_are_named(episodes, tmp_path, row, problem):
     assert problem in only(sft_preflight(episodes({"target": 2} | row), tmp_path / "out")[0].problems)
 
 
+def test_a_shown_call_whose_tool_raises_is_told(episodes, tmp_path, tiny, caplog):
+    """It may be meant: what to do after an error can be learned."""
+    shown = [{"name": "add", "arguments": {"count": 3}}, {"name": "add", "arguments": {"number": 2}}]
+    resolved, turns = sft_preflight(episodes({"target": 2, "calls": shown}), tmp_path / "out")
+    assert shown_pairs(resolved, load_tokenizer(str(tiny)), turns)["labels"]
+    (message,) = caplog.messages
+    assert "row 1: the episode shows 1 calls whose tool raised, such as by" in message and "argument 'count'" in message
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
         (
             {"target": 9, "calls": SHOWN},
-            "row 1: the episode goes on behind its 2 turns. Add calls, or a column `answer`",
+            "row 1: the episode goes on behind its 2 turns, the last of which got `total 2`. Correct that call, add",
         ),
+        (
+            {"target": 9, "calls": [{"name": "add", "arguments": {"count": 9}}]},
+            "unexpected keyword argument 'count'",
+        ),
+        ({"target": 2, "calls": 2 * SHOWN}, "by `done` in turn 2 of 4"),
         ({"target": 9, "calls": 5 * SHOWN}, "by `turns` in turn 3 of 10. Raise MAX_TURNS, or show less"),
     ],
 )
