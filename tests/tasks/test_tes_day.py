@@ -83,6 +83,21 @@ def test_its_tool_is_described_and_takes_levels_alone():
         day.reset(**ROWS[0] | {"load": "[1, 2, 3]"})
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "fault"),
+    [
+        ("load", "[null, 1, 1, 1, 1, 1, 1, 1, 1, 1]", "a column has nan"),
+        ("co2", [-0.1] + [0.3] * 9, "a column has -0.1"),
+        ("stored", 301, "stored is 301, not a number from 0 to 300"),
+        ("stored", "nan", "stored is nan"),
+    ],
+)
+def test_days_that_cannot_be_are_refused(column, value, fault):
+    """Of a load that is missing every reward was NaN, and its episodes were left out without a word."""
+    with pytest.raises(ValueError, match=fault):
+        Day().reset(**ROWS[0] | {column: value})
+
+
 def test_held_out_days_are_others():
     train = (ROOT / "data/tes_day_train.jsonl").read_text().splitlines()
     assert not {row["date"] for row in ROWS} & {json.loads(line)["date"] for line in train}

@@ -47,6 +47,8 @@ class Day:
         `next_co2` [kg/kWh]; `stored` is the energy in the storage [kWh]."""
         self.load, self.co2, self.next_co2 = (numbers(values) for values in (load, co2, next_co2))
         self.stored, self.hour = float(stored), 0
+        if not 0 <= self.stored <= PLANT.capacity_kwh:
+            raise ValueError(f"stored is {stored}, not a number from 0 to {PLANT.capacity_kwh:.0f} kWh")
         self.step_rewards, self.done = [], False
         self.solution = solve(self.load, self.co2, terminal_price(self.next_co2), self.stored)
         hours = [
@@ -105,6 +107,8 @@ def numbers(values: Hours) -> np.ndarray:
     array = np.asarray(json.loads(values) if isinstance(values, str) else values, float)
     if array.shape != (len(HOURS),):
         raise ValueError(f"a column has {array.size} numbers, not one for each of the {len(HOURS)} decision hours")
+    if not (np.isfinite(array) & (array >= 0)).all():
+        raise ValueError(f"a column has {array.min()}, and each of its numbers must be 0 or more")
     return array
 
 
