@@ -206,6 +206,13 @@ class LatePaid(Tally):
         return super().add(number)
 
 
+class Unjudged(Tally):
+    """Only some episodes can be scored."""
+
+    def get_reward(self):
+        return None if self.total != self.target else 1.0
+
+
 def few_digits(completions, environments, **columns):
     return [float(environment.total < 10) for environment in environments]
 

@@ -89,6 +89,14 @@ def test_a_tool_that_raises_is_shown(episode_run):
     assert not [text for text in episode_run(ENVIRONMENT="worlds:Sum").warnings if "ENVIRONMENT" in text]
 
 
+def test_made_up_calls_need_no_reward(episode_run):
+    """None leaves an episode out: it was refused, by the words that there is no `get_reward`."""
+    resolved = episode_run(ENVIRONMENT="worlds:Unjudged")
+    assert not resolved.problems
+    (warning,) = (text for text in resolved.warnings if "ENVIRONMENT" in text)
+    assert "get_reward returned None after made-up calls: such episodes are left out" in warning
+
+
 def test_the_text_of_a_reset_must_fit_behind_the_longest_prompt(episode_run, tmp_path):
     """A run would end at such a row, after the model and vLLM have started."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Add.", "target": 1}\n{"prompt": "Add, please.", "target": 2}\n')
