@@ -151,6 +151,15 @@ def read_date(cell: object) -> str | None:
     return f"{year}-{int(month):02}-{int(day):02}" if is_date else None
 
 
+def trained_days_warning(days: Sequence[str], rows: Sequence[Row]) -> str:
+    """A warning of simulated `days` on which `rows` are trained; empty if there are none."""
+    shared = sorted(set(days) & set(filter(None, map(date_of, rows))))
+    if not shared:
+        return ""
+    fault = f"{len(shared)} of {len(days)} simulated days, such as {shared[0]}, are in DATA as well"
+    return f"{fault}: their figures are not held out. Take them out of the profile or of DATA"
+
+
 def date_notes(rows: Sequence[Row]) -> list[str]:
     """What the user should know of the dates in `rows`: those with two readings, and columns that may hold dates and
     were not taken for days, so that neighbouring hours may be trained on and evaluated."""

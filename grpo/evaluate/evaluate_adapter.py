@@ -13,7 +13,7 @@ from typing import Any
 from grpo.common import InputError, Problems, split_commas
 from grpo.data.files import Row, data_fingerprint, in_template, label, read_rows
 from grpo.data.formats import is_dataset
-from grpo.data.heldout import Split, date_notes, prompt_of, read_split
+from grpo.data.heldout import Split, date_notes, prompt_of, read_split, trained_days_warning
 from grpo.data.prepare import prepare_rows
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, new_results
 from grpo.evaluate.heldout_table import evaluation_table
@@ -59,18 +59,23 @@ def strange_rewards(options: argparse.Namespace, text: str) -> str | None:
     return strange_code(options.run, "REWARDS", text, f"give --rewards {shlex.quote(text)}")
 
 
-def trained_rows(options: argparse.Namespace, s: Settings, rows: Sequence[Row]) -> int | None:
-    """How many of `rows` have prompts that the adapter's run trained on; None if its training rows are not known: DATA
-    is on the Hub, cannot be read from here, or holds other rows by now."""
+def rows_of_run(options: argparse.Namespace, s: Settings) -> Sequence[Row] | None:
+    """The rows that the adapter's run trained on; None if they are not known: DATA is on the Hub, cannot be read from
+    here, or holds other rows by now."""
     if options.run is None:
-        return 0
+        return []
     if any(map(is_dataset, split_commas(s.DATA))):
         return None
-    train = read_split(s, Problems(), train_only=True).train
-    if run_record(options.run).get("data_sha256") != data_fingerprint(train):
+    rows = read_split(s, Problems(), train_only=True).train
+    return rows if run_record(options.run).get("data_sha256") == data_fingerprint(rows) else None
+
+
+def trained_rows(options: argparse.Namespace, s: Settings, rows: Sequence[Row]) -> int | None:
+    """How many of `rows` have prompts that the adapter's run trained on; None if those are not known."""
+    if (trained_on := rows_of_run(options, s)) is None:
         return None
     episodes = bool(s.ENVIRONMENT)
-    trained = {prompt_of(row, episodes) for row in train}
+    trained = {prompt_of(row, episodes) for row in trained_on}
     return sum(prompt_of(row, episodes) in trained for row in rows)
 
 
@@ -145,6 +150,8 @@ def simulate(options: argparse.Namespace) -> tuple[str, Path]:
     record = simulator.new_record(plan, s, s.EVAL_SAMPLES, exact.value)
     kind = "exact" if exact.value else "sampled"
     print(f"{s.MODEL_ID}, {plan.reason}, {kind}: {exact.reason}; {engine}", flush=True)
+    if warning := trained_days_warning(plan.dates, rows_of_run(options, s) or []):
+        print(warning, flush=True)
     model = start_model(s, files, options.run, machine, use_vllm, plan.opening_prompts() * s.EVAL_SAMPLES)
     for name in requested_models(options):
         simulator.run(plan, record, name, ModelResponder(model, name == "base"))

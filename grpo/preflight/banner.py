@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from grpo.data.heldout import prompt_of
+from grpo.data.heldout import prompt_of, trained_days_warning
 from grpo.output.logs import banner_text, rounded_duration
 from grpo.plan.cards import evaluation_seconds, find_card, knows_times, step_times
 from grpo.plan.engine_memory import describe_cache
@@ -200,8 +200,8 @@ def asleep_text(plan: Plan, machine: Machine, on_gpu: float) -> str:
 
 
 def data_warnings(resolved: ResolvedRun) -> list[str]:
-    """Warnings if no row could be held out, and if held-out prompts are trained on. An EVAL_DATA without rows is a
-    problem already."""
+    """Warnings if no row could be held out, and if held-out prompts or simulated days are trained on. An EVAL_DATA
+    without rows is a problem already."""
     warnings, rows, settings = [], resolved.rows, resolved.settings
     is_split = settings.EVAL_DATA is None and settings.EVAL_SAMPLES and settings.EVAL_SHARE
     if rows and is_split and not resolved.eval_rows:
@@ -217,4 +217,4 @@ def data_warnings(resolved: ResolvedRun) -> list[str]:
     if shared := len(trained & heldout):
         fault = f"{shared} of {len(heldout)} held-out prompts are in DATA as well"
         warnings.append(f"{fault}: their scores are not held out. Remove them from DATA or from the held-out rows")
-    return warnings
+    return warnings + list(filter(None, [trained_days_warning(resolved.closed_loop.dates, rows)]))

@@ -17,7 +17,7 @@ import dataclasses
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,6 +57,7 @@ class SimulationPlan:
     is_mentioned: bool = False  # rows or settings refer to the simulator, so the log says why it does not run
     why_sampled: str = ""  # why its evaluations must sample; empty if they may weigh all actions by probability
     episodes: tuple[str, ...] = ()  # names of the episodes, which are simulated in parallel
+    dates: tuple[str, ...] = field(default=(), kw_only=True)  # ISO dates on which the model acts, if it does on any
 
     def opening_prompts(self) -> list[str]:
         """The prompts of the first moment, for memory plans: later prompts are hardly longer."""

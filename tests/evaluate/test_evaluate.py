@@ -73,7 +73,8 @@ def test_the_command_evaluates_an_adapter_and_its_base(run, tmp_path, capsys, mo
     out = tmp_path / "out.json"
     arguments = [run.folder / "checkpoint-2", "--base-too", "--out", out]
     assert ev.main([str(argument) for argument in arguments]) == 0
-    assert "compact prompts (as in EVAL_DATA)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "compact prompts (as in EVAL_DATA)" in printed and "such as 2025-09-01, are in DATA as well" in printed
     record, own = read_json(out), read_json(run.folder / "closed_loop.json")
     assert record["sampling"] == own["sampling"], "the run's settings, not the environment's"
     for name in MODEL_POLICIES:

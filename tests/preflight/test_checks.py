@@ -466,6 +466,9 @@ def test_a_run_is_warned_where_nothing_is_held_out_or_it_is_trained_on(tiny_run,
     other = write_csv(tmp_path / "other.csv", HEADER, rows)
     warning = only(banner.data_warnings(tiny_run(EVAL_SAMPLES=8, DATA=good_csv, EVAL_DATA=other)))
     assert warning.startswith("2 of 3 held-out prompts are in DATA as well")
+    swapped = {"DATA": "data/tes_heldout_compact.csv", "EVAL_DATA": "data/tes_train_compact.csv"}
+    warning = only(banner.data_warnings(tiny_run(EVAL_SAMPLES=8, **swapped, EVAL_PROFILE="data/profile_heldout.csv")))
+    assert warning.startswith("15 of 15 simulated days, such as 2025-09-01, are in DATA as well")
 
 
 def test_the_tiny_models_fifth_action_is_never_answered(tiny_run, tmp_path):

@@ -17,7 +17,7 @@ from grpo.settings.table import Settings
 from grpo.tasks.simulator import GREEDY, Record, ReportSection, Responder, Simulator
 from grpo.tasks.tes import closed_loop as loop
 from grpo.tasks.tes import record as tes_record
-from grpo.tasks.tes.plant import PLANT
+from grpo.tasks.tes.plant import DECISION_DAYS, PLANT
 from grpo.tasks.tes.profiles import Window
 from grpo.tasks.tes.prompts import prompt_kind, renderer
 from grpo.tasks.tes.record import ClosedLoopPlan
@@ -84,6 +84,7 @@ def make_plan(
         is_mentioned=True,
         why_sampled=why_sampled(settings, prompt),
         episodes=tuple(name for name, _ in windows),
+        dates=tuple(dict.fromkeys(str(day) for _, window in windows for day in window.dates[:DECISION_DAYS])),
         prompt=prompt,
         profiles=profiles,
         windows=tuple(window for _, window in windows),
