@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         train, heldout = read_split(options.folder, options.files, options.heldout)
         settings = write_data(train, heldout, options.out / "data", "compact" if options.model == "tiny" else "full")
-        settings |= {"MODEL_ID": options.model, "OUTPUT_DIR": str(options.out / "run")}
+        settings |= {"TASK": "tes", "MODEL_ID": options.model, "OUTPUT_DIR": str(options.out / "run")}
         count = window_count(heldout)
         few = f" (fewer than {LEAST_WINDOWS}: no confidence interval)" if count < LEAST_WINDOWS else ""
         names, held_names = (", ".join(path.stem for path in side) for side in (train, heldout))
