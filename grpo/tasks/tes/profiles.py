@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from grpo.common import InputError
+from grpo.data.files import MOST_PROBLEMS
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, PLANT, START_KWH, Solution, solve, terminal_price
 
 TRAIN_START, HELDOUT_START = date(2025, 4, 7), date(2025, 9, 1)  # Mondays; a window starts on every Monday
@@ -160,8 +161,8 @@ def read_profile(path: str | Path) -> Profile:
     """Reads hourly data from a CSV with a datetime, a CO2 intensity [kg/kWh] and a cooling load [kW] column.
 
     Columns are found by name (English or Japanese). Days must be complete in the decision hours; night hours may be
-    missing. A file may hold several blocks of consecutive days. Raises InputError listing every problem with file,
-    row (1 is the first below the header) and column."""
+    missing. A file may hold several blocks of consecutive days. Raises InputError listing problems with file, row (1
+    is the first below the header) and column."""
     header, rows = read_table(path := Path(path))
     columns, problems = find_columns(header)
     if problems:
@@ -188,6 +189,8 @@ def read_profile(path: str | Path) -> Profile:
         elif stamp:
             hours[stamp] = values
     problems += [f"{path}: {problem}" for problem in day_problems(hours)]
+    if more := len(problems[MOST_PROBLEMS:]):  # A year by quarter hours has tens of thousands.
+        problems[MOST_PROBLEMS:] = [f"{path}: and {more} more problems like these"]
     if problems:
         raise InputError(*problems)
     dates = tuple(sorted({stamp.date() for stamp in hours}))
