@@ -22,6 +22,7 @@ from grpo.output.layout import ADAPTER, ADAPTER_CONFIG, SETTINGS
 from grpo.plan.hub import MODEL_FILES
 from grpo.plan.tensors import WEIGHTS_INDEX
 from grpo.preflight.adapter import is_on_experts
+from grpo.settings.parsing import show
 from grpo.settings.table import FIELDS, Settings
 
 FORMS = {
@@ -29,6 +30,10 @@ FORMS = {
     "mxfp4": "{base} with a LoRA adapter merged into it, its experts as they were, in MXFP4",
     "bf16": "{base} with a LoRA adapter merged into it, in BF16 throughout",
 }
+# The settings that decide what the model is asked: a merged model has no record of its run.
+PROMPT_SETTINGS = (
+    "SYSTEM_PROMPT", "PROMPT_TEMPLATE", "REASONING_EFFORT", "PROMPT_DATE", "DIRECT_ANSWERS", "ENVIRONMENT",
+)  # fmt: skip
 GRPO = "\nTrained by train_grpo.py with GRPO ([paper](https://arxiv.org/abs/2402.03300))."
 
 
@@ -76,7 +81,9 @@ def about_training(adapter: Path) -> str:
 def serving(s: Settings, where: str, form: str) -> str:
     """Markdown on how to serve a merged model in `where`; vLLM takes its experts in MXFP4."""
     command = f"vllm serve {shlex.quote(where)} --max-model-len {s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN}"
-    ask = f"python scripts/ask.py --model {shlex.quote(where)} 'Your question'    # in the project's folder"
+    asked = {name: getattr(s, name) for name in PROMPT_SETTINGS if getattr(s, name) != getattr(Settings, name)}
+    variables = "".join(f"{name}={shlex.quote(show(value))} " for name, value in asked.items())
+    ask = f"{variables}python scripts/ask.py --model {shlex.quote(where)} 'Your question'    # in the project's folder"
     return "\n".join(["```bash", *([command] if form == "mxfp4" else []), ask, "```"])
 
 

@@ -4,6 +4,8 @@ tests/evaluate/test_export.py"""
 
 import argparse
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -15,11 +17,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from grpo.evaluate.export import export
+from grpo.evaluate.model_card import model_readme
 from grpo.model.write_checkpoint import expected_tensors, write_tensors
 from grpo.output.durable import read_json
 from grpo.output.layout import ADAPTER
 from grpo.plan.targets import LINEAR_MODULES, expected_shapes
 from grpo.plan.tensors import WEIGHTS_INDEX
+from grpo.settings.environment import load_settings
+from grpo.settings.table import Settings
 
 RANK, SCALE = 4, 1.5
 
@@ -205,3 +210,15 @@ def test_a_target_is_written_whole_or_not_at_all(adapter, tmp_path, monkeypatch)
 def test_what_it_is_to_do_is_said():
     with pytest.raises(SystemExit, match="2"):
         parse_args(["run"])
+
+
+def test_the_card_of_a_merged_model_asks_it_as_its_run_did(tmp_path):
+    """The folder has no record of the run: without these settings it was asked at another effort, in other words."""
+    mine = Settings(SYSTEM_PROMPT="It's a plant.\nServe it.", REASONING_EFFORT="low", DIRECT_ANSWERS=True)
+    (line,) = re.findall(
+        r"^(SYSTEM_PROMPT=.*?python) scripts/ask", model_readme(mine, tmp_path, "m", "bf16"), re.M | re.S
+    )
+    variables = dict(word.split("=", 1) for word in shlex.split(line)[:-1])
+    read, _, problems = load_settings(variables)
+    assert not problems and read == mine
+    assert "\npython scripts/ask.py --model m " in model_readme(Settings(), tmp_path, "m", "bf16")
