@@ -133,6 +133,11 @@ class Umlaut(Sum):
         """A size."""
 
 
+class TokenInDocstring(Sum):
+    def stop(self) -> str:
+        """Ends with <|call|>."""
+
+
 class NoTool:
     def reset(self):
         pass

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo.common import format_exception, one_line, text_of, without_surrogates
-from grpo.environment.calls import TOOL_NAME, error_text
+from grpo.environment.calls import TOKEN, TOOL_NAME, error_text
 from grpo.process.child import end_with_parent
 from grpo.reward.loading import lines_in_module, load_object, show_line
 from grpo.settings.table import MOST_REWARD
@@ -89,7 +89,10 @@ def describe(factory: Any) -> Description:
         schemas.append(schema)
     if not schemas:
         raise EnvironmentFault(f"{kind.__name__} has no public method beside reset: there is no tool to call")
-    json.dumps(schemas)  # A default value that JSON cannot hold is a TypeError here.
+    text = json.dumps(schemas, ensure_ascii=False)  # A default value that JSON cannot hold is a TypeError here.
+    if token := TOKEN.search(text):
+        fault = f"its tools' docstrings or defaults hold {token[0]}"
+        raise EnvironmentFault(f"{fault}: the model reads these as the begin or end of a message")
     has_reward = callable(getattr(environment, "get_reward", None)) or hasattr(environment, "step_rewards")
     return Description(kind.__name__, schemas, has_reward)
 

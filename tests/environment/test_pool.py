@@ -191,6 +191,7 @@ FAULTS = {
     "NoTool": "there is no tool to call",
     "Untyped": "the method multiply needs types and a docstring",
     "Umlaut": "Harmony cannot carry the tool name 'grösse'",
+    "TokenInDocstring": r"docstrings or defaults hold <\|call\|>: the model reads these",
     "DoneMethod": "done is a method",
     "Missing": "'worlds:Missing' cannot be loaded: AttributeError",
 }
