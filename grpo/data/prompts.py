@@ -49,7 +49,8 @@ def answer_of(row: Row, direct: bool = False) -> str | None:
         opened = ANSWER_BEFORE
     if not text.startswith(opened):
         raise ValueError(f"the prompt opens {opened!r}, and the answer begins with {text[: len(opened)]!r}")
-    return text.removeprefix(opened).removesuffix(RETURN) + RETURN
+    # A stored conversation ends its turns by <|end|>.
+    return text.removeprefix(opened).removesuffix(RETURN).removesuffix("<|end|>") + RETURN
 
 
 def render(

@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo.common import format_exception, one_line, text_of, without_surrogates
-from grpo.environment.calls import TOKEN, TOOL_NAME, error_text
+from grpo.environment.calls import TOOL_NAME, error_text
+from grpo.harmony import TOKEN
 from grpo.process.child import end_with_parent
 from grpo.reward.loading import lines_in_module, load_object, show_line
 from grpo.settings.table import MOST_REWARD

@@ -12,6 +12,7 @@ from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of, count_tokens, without_none
 from grpo.environment.calls import shown_calls
 from grpo.environment.worker import Description
+from grpo.harmony import TOKEN
 from grpo.output.folder import RunState, inspect_run
 from grpo.output.layout import ADAPTER, DELETING, NO_RUN, SETTINGS, check_entries, check_output_dir
 from grpo.preflight import resolve
@@ -66,6 +67,10 @@ def read_turns(
         except ValueError as error:
             faults.add(where, str(error), "Let prompt and answer begin with the same channel")
             continue
+        cell = str(row.columns.get("answer") or "").strip()
+        if (token := TOKEN.search(cell)) and not cell.startswith("<|channel|>"):
+            fault = f"it holds {token[0]}: the model reads these as the begin or end of a message"
+            faults.add(f"{where}, answer", fault, "Take it out, or write the whole turn, from its first <|channel|> on")
         try:
             calls = shown_calls(read_calls(row.columns.get(CALLS)), names) if environment else []
         except ValueError as error:

@@ -130,7 +130,7 @@ def test_many_rows_are_rendered_and_counted_as_few(tiny, monkeypatch):
 
 ANSWERS = [
     ({"answer": " [2] "}, "", "<|channel|>final<|message|>[2]<|return|>"),
-    ({"answer": "<|channel|>analysis<|message|>So.<|end|>"}, "", "<|channel|>analysis<|message|>So.<|end|><|return|>"),
+    ({"answer": "<|channel|>final<|message|>[2]<|end|>"}, "", "<|channel|>final<|message|>[2]<|return|>"),
     ({"answer": "", "rewards": (0.1, 0.7, 0.2)}, "", "<|channel|>final<|message|>[1]<|return|>"),
     ({"rewards": (0.0, 0.0, 1.0), "q": (-1.0, -2.0, -3.0)}, "", "<|channel|>final<|message|>[0]<|return|>"),
     ({"rewards": (0.1, 0.7)}, "<|channel|>final<|message|>", "[1]<|return|>"),

@@ -120,6 +120,10 @@ def test_what_sft_refuses(runs, tmp_path, monkeypatch):
     for problem, row in faults.items():
         data = write_csv(tmp_path / "own.csv", ["prompt", "reward_action_0", "reward_action_1"], [row])
         assert problem in only(sft_preflight(ENVIRON | {"DATA": str(data)}, tmp_path / "out")[0].problems)
+    whole = "<|start|>assistant<|channel|>final<|message|>north"
+    data = write_csv(tmp_path / "own.csv", ["prompt", "answer"], [["which?", whole], ["why?", "so"]])
+    problem = only(sft_preflight(ENVIRON | {"DATA": str(data)}, tmp_path / "out")[0].problems)
+    assert "row 1, answer: it holds <|start|>: the model reads" in problem and "first <|channel|> on" in problem
     texts = write_csv(tmp_path / "texts.csv", ["prompt", "answer"], [["which?", "north"], ["why?", "so"]])
     rollouts = {
         "USE_VLLM": "1",
