@@ -226,7 +226,7 @@ def test_a_command_line_asks_for_one_thing():
         assert (args.adapter, args.prompt) == (None, prompt), "no path, which would lose slashes, or be too long"
 
 
-def test_a_model_without_an_adapter(saved_adapter, capsys, tmp_path):
+def test_a_model_without_an_adapter(saved_adapter, capsys, tmp_path, monkeypatch):
     """As scripts/export.py writes it, whose card says how to ask and to serve it."""
     merged, adapter = tmp_path / "merged model", shutil.copytree(saved_adapter, tmp_path / "run")
     write_record(adapter)
@@ -234,9 +234,10 @@ def test_a_model_without_an_adapter(saved_adapter, capsys, tmp_path):
     commands = re.search(r"```bash\n(.*?)```", (merged / "README.md").read_text(), re.DOTALL)[1].splitlines()
     assert commands[0].startswith(f"vllm serve '{merged}' --max-model-len ")
     words = shlex.split(commands[1].partition("#")[0])
-    assert words[:2] == ["python", "scripts/ask.py"]
+    assert words[:3] == ["REASONING_EFFORT=low", "python", "scripts/ask.py"], "the tiny model's own effort"
+    monkeypatch.setenv("REASONING_EFFORT", "low")
     capsys.readouterr()
-    assert ask.main([*words[2:-1], QUESTION]) == 0
+    assert ask.main([*words[3:-1], QUESTION]) == 0
     own = capsys.readouterr().out
     assert ask.main([str(adapter), QUESTION, "--model", "tiny"]) == 0
     assert own == capsys.readouterr().out, "the merged model answers as base and adapter do"
