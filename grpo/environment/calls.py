@@ -30,7 +30,7 @@ NAMESPACE = "functions."
 TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 _AUTHOR = re.compile(r"[A-Za-z0-9_.-]{1,100}")
-_ANY_TOKEN = re.compile(r"<\|[A-Za-z0-9_]+\|>")
+_BEGIN_OF_TOKEN = re.compile(r"<\|(?=[A-Za-z0-9_]+\|>)")
 MOST_DEPTH = 100  # JSON is read to a depth of almost 1000, but pickle, which sends arguments on, fails at half of that.
 
 
@@ -115,7 +115,7 @@ def shown_calls(value: object, names: Sequence[str]) -> list[str]:
 def without_tokens(text: str) -> str:
     """The text with `<|name|>` written as `< |name|>`: no tool and no prompt may end a message or begin another. Half a
     character is replaced too: a model writes one as `\\ud83d` into a call, and the tool repeats it."""
-    return _ANY_TOKEN.sub(lambda token: f"< {token[0][1:]}", without_surrogates(text))
+    return _BEGIN_OF_TOKEN.sub("< |", without_surrogates(text))
 
 
 def error_text(fault: str) -> str:

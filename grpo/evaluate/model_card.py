@@ -81,8 +81,8 @@ def about_training(adapter: Path) -> str:
 def serving(s: Settings, where: str, form: str) -> str:
     """Markdown on how to serve a merged model in `where`; vLLM takes its experts in MXFP4."""
     command = f"vllm serve {shlex.quote(where)} --max-model-len {s.MAX_PROMPT_LEN + s.MAX_COMPLETION_LEN}"
-    asked = {name: getattr(s, name) for name in PROMPT_SETTINGS if getattr(s, name) != getattr(Settings, name)}
-    variables = "".join(f"{name}={shlex.quote(show(value))} " for name, value in asked.items())
+    settings = {name: getattr(s, name) for name in PROMPT_SETTINGS if getattr(s, name) != getattr(Settings, name)}
+    variables = "".join(f"{name}={shlex.quote(show(value))} " for name, value in settings.items())
     ask = f"{variables}python scripts/ask.py --model {shlex.quote(where)} 'Your question'    # in the project's folder"
     return "\n".join(["```bash", *([command] if form == "mxfp4" else []), ask, "```"])
 

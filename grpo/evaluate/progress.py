@@ -7,7 +7,7 @@ from grpo.common import format_exception, log
 from grpo.data.files import data_fingerprint
 from grpo.evaluate.heldout_reward import HeldoutEvaluation, Results, measure_rewards, trainer_evaluation
 from grpo.evaluate.models import ModelResponder, trained_model
-from grpo.figures.text import fitting
+from grpo.figures.text import with_interval
 from grpo.figures.verdict import objection, reward_comparisons
 from grpo.learn.trainer import Trainer
 from grpo.output import best
@@ -60,7 +60,7 @@ class Progress:
         columns = self.columns(reward, record)
         step = trainer.state.global_step
         when = f"after step {step}" if step else "INIT_ADAPTER before the first step"
-        text = ["held-out reward " + ("-" if reward is None else f"{reward:{fitting('.3f', reward)}}")]
+        text = [f"held-out reward {with_interval({'reward': reward}, 'reward')}"]
         text += [self.simulator.summary(record, "trained")] if self.simulator and record else []
         log.info("measured %s: %s", when, ", ".join(text))
         self.keep_best(trainer, columns, results, record)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from grpo.evaluate.run_files import FUNCTION, Run
-from grpo.figures.text import finite_number, fitting
+from grpo.figures.text import finite_number, with_interval
 from grpo.output.logs import EPISODE_METRICS, EVALUATED, METRICS
 from grpo.settings.table import TASK_FIGURES
 
@@ -101,9 +101,8 @@ def draw_curve(axes: Axes, values: pandas.DataFrame, references: Mapping[str, fl
             axes.plot(points, ".", color=colour, alpha=0.45, markeredgewidth=0)
             axes.plot(points.rolling(MEAN_STEPS, min_periods=1).mean(), color=colour, label=label)
     for name, value in references.items():
-        axes.axhline(
-            value, color="#666666", linestyle=REFERENCES[name], label=f"{name} {value:{fitting('.2f', value)}}"
-        )
+        label = f"{name} {with_interval(references, name, '.2f')}"
+        axes.axhline(value, color="#666666", linestyle=REFERENCES[name], label=label)
 
 
 def draw_phases(axes: Axes, metrics: pandas.DataFrame) -> None:

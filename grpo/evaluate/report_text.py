@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo.common import split_commas
 from grpo.evaluate.run_files import Run, duration
-from grpo.figures.text import fitting, object_at
+from grpo.figures.text import object_at, with_interval
 from grpo.figures.verdict import RARE_LOSSES, loading_advice, reward_verdict
 from grpo.output.layout import ADAPTER
 from grpo.settings.parsing import show
@@ -60,7 +60,7 @@ def heldout_verdict(run: Run) -> str:
         return reward_verdict(run.evaluation)
     state = f"Training stands at step {run.steps} of {run.settings.get('TOTAL_STEPS', '?')}"
     measured = [
-        f"{reward:{fitting('.3f', reward)}} {f'after step {step}' if step else 'before training'}"
+        f"{with_interval({'reward': reward}, 'reward')} {f'after step {step}' if step else 'before training'}"
         for step, reward in run.evaluated_steps()["heldout_reward"].dropna().items()
     ]
     if measured:

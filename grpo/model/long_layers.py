@@ -29,8 +29,8 @@ def joined_memory(wanted: bool) -> Iterator[None]:
     rest: four completions of 65,536 tokens held 5 GiB in vain (docs/results/long-46-h200.json).
 
     Memory of vLLM's that sleeps must not be joined (https://github.com/pytorch/pytorch/issues/147851), so this is no
-    variable of the environment. Where the user turned it on by one, nothing changes: `vllm_environment` sees to vLLM.
-    torch has no public name for it; vLLM and verl call this one too."""
+    variable of the environment. Where the user's variable turned it on, nothing changes: `vllm_environment` sees to
+    vLLM. torch has no public name for it; vLLM and verl call this one too."""
     settings = allocator_settings()
     if not wanted or "expandable_segments:True" in settings:
         yield

@@ -353,8 +353,8 @@ class RunLog:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         row: dict[str, Cell] = {"step": step, "time": now, **figures}
         # The report draws the evaluated figures beside unrounded ones: six digits would show a dip in sums of money.
-        digits = {name: 9 if name in EVALUATED else 6 for name in row}
-        row |= {name: f"{value:.{digits[name]}g}" for name, value in row.items() if isinstance(value, float)}
+        digits = dict.fromkeys(EVALUATED, 9)
+        row |= {name: f"{value:.{digits.get(name, 6)}g}" for name, value in row.items() if isinstance(value, float)}
         self.metrics.write([row])
         self.mark_end()
         self.pace.add(row)

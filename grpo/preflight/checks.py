@@ -199,8 +199,8 @@ def check_memory(settings: Settings, inputs: PlanInputs, plan: Plan, problems: P
     elif plan.peak > machine.ram_share > 0:
         each = f" in each of {machine.here} processes" if fewer else ""
         fault = f"the run needs about {plan.peak:.1f} GiB of memory{each} and {machine.ram_free:.1f} GiB are free"
-        smaller = "MICRO_BATCH or MAX_COMPLETION_LEN" if plan.micro_batch > 1 else "MAX_COMPLETION_LEN"
-        problems.add("memory", fault, f"Free some, or lower {smaller}{fewer}")
+        sizes = "MICRO_BATCH or MAX_COMPLETION_LEN" if plan.micro_batch > 1 else "MAX_COMPLETION_LEN"
+        problems.add("memory", fault, f"Free some memory, or lower {sizes}{fewer}")
     if shortfall := host_shortfall(plan, machine):
         trials: list[memory.Changes] = [{"EXPERTS": kind} for kind in inputs.expert_kinds(settings)]
         fitting = (trial for trial in [*trials, without_vllm(settings, inputs)] if inputs.fits(settings, trial))

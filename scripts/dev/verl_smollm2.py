@@ -217,9 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", type=Path, help="the model's folder as on the Hub, or a GGUF file; for a new OUT")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model, the rows and verl's files")
     parser.add_argument("--results", type=Path, required=True, help="JSON to write")
-    text = (
-        "default: all, in this order; none only writes the JSON of those that ran, also side by side in copies of OUT"
-    )
+    text = "default: all, in this order; none only writes the JSON of those that ran, also in copies of OUT"
     parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES), help=text)
     parser.add_argument("--steps", type=int, default=100, help="of ppo and of grpo (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the rows (default %(default)s)")

@@ -171,7 +171,7 @@ def test_what_is_checked_beside_settings_is_in_the_plan_too(tiny_run):
     text = "\n".join(tiny_run(MODEL_ID="openai/gpt-oss-20b", MAX_PROMPT_LEN=2048).problems)
     assert "no GPU is visible, and openai/gpt-oss-20b needs one" in text
     little = dataclasses.replace(CPU, ram_free=0.01)
-    advice = "of memory and 0.0 GiB are free. Free some, or lower {}MAX_COMPLETION_LEN"
+    advice = "of memory and 0.0 GiB are free. Free some memory, or lower {}MAX_COMPLETION_LEN"
     assert advice.format("") in only(tiny_run(little).problems), "MICRO_BATCH is 1 already"
     assert advice.format("MICRO_BATCH or ") in only(tiny_run(little, MICRO_BATCH=8).problems)
     resolved = tiny_run(STEPS=5, DEBUG=1)
