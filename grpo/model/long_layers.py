@@ -26,7 +26,7 @@ ByToken = Callable[..., tuple[Tensor, ...]]  # (slice of tokens, their inputs) -
 def joined_memory(wanted: bool) -> Iterator[None]:
     """Inside the block torch's allocator joins all memory that is free, if `wanted`, whatever the sizes of the tensors
     that it held. Otherwise an input that a layer keeps lies in a block of twice its size, of which nobody needs the
-    rest: four completions of 65,536 tokens held 5 GiB in vain (docs/results/long-46-h200.json).
+    rest: without it four completions of 65,536 tokens took 3.8 GiB more (docs/results/long-46-apart-h200.json).
 
     Memory of vLLM's that sleeps must not be joined (https://github.com/pytorch/pytorch/issues/147851), so this is no
     variable of the environment. Where the user's variable turned it on, nothing changes: `vllm_environment` sees to

@@ -179,6 +179,8 @@ RECORDED = [  # Result, figure, GiB that were free, settings, prompts of 930 tok
     ("experts-shared-22-4000-h200", "job_peak_gib", 22.0, {"EXPERTS": "shared", "MAX_COMPLETION_LEN": 4000}, 0.05),
     ("experts-shared-22-h200", "job_peak_gib", 22.0, {"EXPERTS": "shared"}, 0.05),
     ("long-22-h200", "job_peak_gib", 22.0, FEW | {"MAX_COMPLETION_LEN": 32_768}, 0.05),
+    ("long-46-h200", "job_peak_gib", 46.0, FEW | {"MAX_COMPLETION_LEN": 65_536}, 0.05),
+    ("long-78-h200", "job_peak_gib", 78.6, FEW | {"MAX_COMPLETION_LEN": 130_048}, 0.05),
     ("experts-paged-22-h200", "job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
     ("experts-paged-22-older-cards-h200", "job_peak_gib", 22.0, {"EXPERTS": "paged"}, 0.05),
     ("step-h200", "job_peak_bf16_gib", WHOLE_H200, {"EXPERTS": "bf16", "MAX_COMPLETION_LEN": 4000}, 0.01),
