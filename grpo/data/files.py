@@ -41,7 +41,7 @@ RESERVED_ARGUMENTS = {
 PROMPT_COLUMNS = ("prompt", "user", "question")
 FORMATS_DOC = "docs/data.md#prompts-of-other-formats"
 TABLE_DOC = "docs/data.md#from-a-table-to-the-format"
-MOST_PROBLEMS = 20  # So many problems of a file are listed; further ones are only counted.
+MOST_PROBLEMS = 20  # So many kinds of problems are listed; further ones are only counted.
 ROW_LOCATION = re.compile(r", row [0-9]+(?: \(line [0-9]+\))?(?=[,:])")
 HALF_A_CHARACTER = "the prompt holds half a character (a lone surrogate)", "Write it as UTF-8"  # problem, remedy
 # Keys of a message in TRL's form or in ShareGPT's, as text that cannot be parsed holds them.
@@ -312,12 +312,16 @@ def make_rows(
         yield Row(name, number, messages, (*rewards.values(),), columns, "", (*q.values(),), trl_prompt)
 
 
-def merge_alike(problems: Iterable[str]) -> list[str]:
-    """The problems of a file, one of each kind, which names the first row that has it and counts the others."""
+def merge_alike(where: str, problems: Iterable[str]) -> list[str]:
+    """The problems of rows, one of each kind, which names the first row that has it and counts the others. Beyond
+    MOST_PROBLEMS kinds a last line, which begins with `where`, counts the others."""
     alike: dict[str, list[str]] = {}
     for problem in problems:
         alike.setdefault(ROW_LOCATION.sub("", problem, count=1), []).append(problem)
-    return [f"{first}. Further rows like it: {len(more)}" if more else first for first, *more in alike.values()]
+    kinds = [f"{first}. Further rows like it: {len(more)}" if more else first for first, *more in alike.values()]
+    if more := len(kinds[MOST_PROBLEMS:]):
+        kinds[MOST_PROBLEMS:] = [one_line(f"{where}: and {more} more problems like these")]
+    return kinds
 
 
 def rows_of_table(
@@ -340,10 +344,7 @@ def rows_of_table(
         return []
     if not rows and not new_problems:
         new_problems.add(name, "there is no row below the header", "Add at least one row")
-    merged = merge_alike(new_problems)
-    problems += merged[:MOST_PROBLEMS]
-    if len(merged) > MOST_PROBLEMS:
-        problems.add(name, f"and {len(merged) - MOST_PROBLEMS} more problems like these", "Fix the file and run again")
+    problems += merge_alike(name, new_problems)
     return [] if new_problems else rows
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo.common import Problems
-from grpo.data.files import MOST_PROBLEMS, Row
+from grpo.data.files import Row, merge_alike
 from grpo.data.formats import Cell, read_literal
 from grpo.data.heldout import read_split
 from grpo.data.prompts import answer_of, count_tokens, without_none
@@ -84,7 +84,7 @@ def read_turns(
         if environment:
             fault, fix = f"no row has a column `{CALLS}`", "Add it (docs/environments.md)"
         faults.add("DATA", fault, fix)
-    problems += faults[:MOST_PROBLEMS]
+    problems += merge_alike("DATA", faults)
     return turns
 
 

@@ -242,6 +242,14 @@ def test_calls_that_cannot_be_shown_are_named(episodes, tmp_path, row, problem):
     assert problem in only(sft_preflight(episodes({"target": 2} | row), tmp_path / "out")[0].problems)
 
 
+def test_every_row_that_cannot_be_shown_is_counted(episodes, tmp_path):
+    rows = [{"target": 2, "calls": "[3"}] * 25
+    problem = only(sft_preflight(episodes(*rows), tmp_path / "out")[0].problems)
+    assert "row 1, calls: it is no JSON" in problem and problem.endswith(". Further rows like it: 24")
+    rows = [{"target": 2, "calls": [{"name": f"sub{n}", "arguments": {}}]} for n in range(25)]
+    assert sft_preflight(episodes(*rows), tmp_path / "out")[0].problems[-1] == "DATA: and 5 more problems like these"
+
+
 def test_a_shown_call_whose_tool_raises_is_told(episodes, tmp_path, tiny, caplog):
     """It may be meant: what to do after an error can be learned."""
     shown = [{"name": "add", "arguments": {"count": 3}}, {"name": "add", "arguments": {"number": 2}}]

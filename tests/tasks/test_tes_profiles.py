@@ -74,7 +74,8 @@ FILES = {
         ("no 4 consecutive days",),
     ),
     "extra cell": (GOOD, GOOD.replace("0.312,32.5\n", "0.312,32,5\n", 1), ("row 13: 4 cells, the header has 3",)),
-    "decimal commas": (GOOD, GOOD.replace(".", ","), ("row 1: 5 cells", "row 20", "mine.csv: and 77 more problems")),
+    "decimal commas": (GOOD, GOOD.replace(".", ","), ("row 1: 5 cells, the header has 3 columns", "like it: 95")),
+    "quarter hours": (GOOD, GOOD.replace(":00,", ":15,"), ("row 1,", "row 20", "mine.csv: and 77 more problems")),
     "blank lines": (GOOD.replace("\n", "\n\n"), "", ("is empty",)),
     "semicolons": (GOOD, GOOD.replace(",", ";"), ("mine.csv, header", "commas")),
     "no co2 column": (renamed("datetime", "Grid ＣＯ₂ (kg)", "x_load"), renamed("datetime", "grid", "load"), ("co2",)),
@@ -96,7 +97,7 @@ def test_profile_errors(name: str, tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         read_profile(path)
     # A single reason gives a single message; a row of another hour is also missing where it was.
-    most = {"every morning": 4, "semicolons": 3, "decimal commas": 21}.get(name, 2)
+    most = {"every morning": 4, "semicolons": 3, "quarter hours": 21}.get(name, 2)
     assert len(caught.value.args) <= most, caught.value.args
     message = "\n".join(caught.value.args)
     assert all(part in message for part in (str(path), *parts)), message

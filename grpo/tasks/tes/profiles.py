@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from grpo.common import InputError
-from grpo.data.files import MOST_PROBLEMS
+from grpo.data.files import merge_alike
 from grpo.tasks.tes.plant import DECISION_DAYS, HOURS, PLANT, START_KWH, Solution, solve, terminal_price
 
 TRAIN_START, HELDOUT_START = date(2025, 4, 7), date(2025, 9, 1)  # Mondays; a window starts on every Monday
@@ -189,10 +189,8 @@ def read_profile(path: str | Path) -> Profile:
         elif stamp:
             hours[stamp] = values
     problems += [f"{path}: {problem}" for problem in day_problems(hours)]
-    if more := len(problems[MOST_PROBLEMS:]):  # A year by quarter hours has tens of thousands.
-        problems[MOST_PROBLEMS:] = [f"{path}: and {more} more problems like these"]
     if problems:
-        raise InputError(*problems)
+        raise InputError(*merge_alike(str(path), problems))  # A year by quarter hours has tens of thousands.
     dates = tuple(sorted({stamp.date() for stamp in hours}))
     co2_and_load = np.full((2, len(dates), 24), np.nan)
     for stamp, values in hours.items():
