@@ -2,7 +2,6 @@
 """Episodes whose turns rows show, as scripts/sft.py learns from them."""
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 
 from grpo.common import InputError, log, one_line
@@ -60,10 +59,8 @@ def play_demonstrations(
             raise InputError(f"{fault}. Correct that call, add others, or a column `answer`") from None
         episode = sample.episode
         assert episode
-        text = str(player.tokenizer.decode(sample.ids))
-        if raised := re.findall(r'<\|message\|>(\{"error": .*?)<\|end\|>', text, re.S):
-            fault = f"{len(raised)} calls whose tool raised, such as by {one_line(raised[0], 200)}"
-            log.warning("%s shows %s. The model learns them too", where, fault)
+        if episode.errors:
+            log.warning("%s shows %d calls whose tool raised. The model learns them too", where, episode.errors)
         is_done_early = any(turn.endswith("<|call|>") for turn in row_turns[len(episode.turns) :])
         if episode.is_cut or episode.has_failed or episode.unread or is_done_early:
             fault = f" ({episode.fault})" if episode.fault else ""

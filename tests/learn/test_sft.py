@@ -256,7 +256,13 @@ def test_a_shown_call_whose_tool_raises_is_told(episodes, tmp_path, tiny, caplog
     resolved, turns = sft_preflight(episodes({"target": 2, "calls": shown}), tmp_path / "out")
     assert shown_pairs(resolved, load_tokenizer(str(tiny)), turns)["labels"]
     (message,) = caplog.messages
-    assert "row 1: the episode shows 1 calls whose tool raised, such as by" in message and "argument 'count'" in message
+    assert "row 1: the episode shows 1 calls whose tool raised" in message
+    caplog.clear()
+    shown = [{"name": "fetch", "arguments": {"method": '{"error":', "name": '"none"}'}}]
+    environ = episodes({"calls": shown, "answer": "none"}) | {"ENVIRONMENT": "worlds:Fetch"}
+    resolved, turns = sft_preflight(environ, tmp_path / "out")
+    assert shown_pairs(resolved, load_tokenizer(str(tiny)), turns)["labels"]
+    assert not caplog.messages, "it returned this text"
 
 
 @pytest.mark.parametrize(
