@@ -18,6 +18,7 @@ from grpo.phases import with_progress
 from grpo.settings.table import Settings
 
 Tools = Sequence[dict[str, Any]]  # JSON schemas of functions, as chat templates take them
+RESET_TOO_LONG = "the prompt has {} tokens with the text of its reset, MAX_PROMPT_LEN is {}"
 
 
 class PromptFiles(Protocol):

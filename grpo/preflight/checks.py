@@ -13,7 +13,7 @@ from typing import Any
 from grpo.common import Problems, nearest_hint
 from grpo.data.files import Row, column_names, data_fingerprint
 from grpo.data.heldout import read_split
-from grpo.data.prepare import episode_prompt
+from grpo.data.prepare import RESET_TOO_LONG, episode_prompt
 from grpo.data.prompts import count_tokens
 from grpo.environment.calls import without_tokens
 from grpo.output.folder import recorded_commit
@@ -362,7 +362,7 @@ def check_reset(resolved: ResolvedRun, trial: Trial, problems: Problems) -> None
     prompt = episode_prompt(settings, row, files.template, resolved.environment.tools, observation)
     length = count_tokens(files.tokenizer, [prompt])[prompt]
     if length > (most := settings.MAX_PROMPT_LEN):
-        fault = f"the prompt has {length} tokens with the text of its reset, MAX_PROMPT_LEN is {most}"
+        fault = RESET_TOO_LONG.format(length, most)
         fix = f"Let `reset` return less, or set MAX_PROMPT_LEN={length}, more where other resets add more"
         problems.add(f"{row.file}, row {row.number}", fault, fix)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grpo.common import log
 from grpo.data.files import Row
-from grpo.data.prepare import Tools, episode_prompt
+from grpo.data.prepare import RESET_TOO_LONG, Tools, episode_prompt
 from grpo.environment.calls import Call, error_text, read_call, result_parts, special_ids, without_tokens
 from grpo.environment.pool import TIMED_OUT, Environment, EnvironmentPool
 from grpo.environment.worker import Reply
@@ -213,9 +213,9 @@ class Stage:
         play.prompt = episode_prompt(player.settings, play.row, player.template, player.tools, text)
         play.prompt_ids = player.tokenizer(play.prompt)["input_ids"]
         if len(play.prompt_ids) > player.settings.MAX_PROMPT_LEN:
-            text = f"the prompt of {play.row.file}, row {play.row.number}, has {len(play.prompt_ids)} tokens with the"
-            text += f" text of its reset, MAX_PROMPT_LEN is {player.settings.MAX_PROMPT_LEN}"
-            raise RewardError(f"ENVIRONMENT={player.settings.ENVIRONMENT}: {text}")
+            fault = RESET_TOO_LONG.format(len(play.prompt_ids), player.settings.MAX_PROMPT_LEN)
+            where = f"ENVIRONMENT={player.settings.ENVIRONMENT}: {play.row.file}, row {play.row.number}"
+            raise RewardError(f"{where}: {fault}")
 
     def take_turn(self, play: Play, sample: Sample) -> None:
         """Adds a turn, and runs its call or ends the episode."""

@@ -174,9 +174,7 @@ def test_a_run_ends_only_where_no_episode_can_be_scored(play, caplog):
 def test_a_prompt_that_the_reset_made_too_long_is_named(play):
     (sample,), _ = play({"Reach 0.": [FINAL]})
     play({"Reach 0.": [FINAL]}, MAX_PROMPT_LEN=len(sample.episode.prompt_ids))
-    with pytest.raises(
-        RewardError, match=r"t.csv, row 0, has \d+ tokens with the text of its reset, MAX_PROMPT_LEN is 9"
-    ):
+    with pytest.raises(RewardError, match=r"t.csv, row 0: the prompt has \d+ tokens .* reset, MAX_PROMPT_LEN is 9"):
         play({"Reach 0.": [FINAL]}, MAX_PROMPT_LEN=9)
 
 
