@@ -94,19 +94,29 @@ TESTED = {
 TESTED_VLLM = {"vllm": ("0.26", "0.27")}  # Needed only where vLLM generates.
 
 
+# By the controllers that /proc/self/cgroup names for a group of cgroup v2 and v1: the folder of these groups, the files
+# of a group's limit and use, and the line of memory.stat that tells its reclaimable page cache.
+CGROUPS = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
 def cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """GiB free below the memory limit of a container, or of a job or service on its host (cgroup v2), reclaimable page
-    cache included; inf without a limit. psutil does not tell this: it reports the memory of the host. `own` names this
-    process's group, and each group above it may have a limit too; a container sees its own as the root."""
-    group = ""
+    """GiB free below the memory limit of a container, or of a job or service on its host, reclaimable page cache
+    included; without a limit inf, or more than any host has. psutil does not tell this: it reports the memory of the
+    host. `own` names this process's groups, and each group above them may have a limit too; a container sees its own
+    as the root."""
+    free, groups = math.inf, dict[str, str]()
     with contextlib.suppress(OSError):
-        group = next((line[4:] for line in own.read_text().splitlines() if line.startswith("0::/")), "")
-    free, lowest = math.inf, root / group
-    for folder in (lowest, *lowest.parents):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            limit = int((folder / "memory.max").read_text())  # ValueError for "max", which is no limit.
-            cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())["inactive_file"]
-            free = min(free, max(0.0, (limit - int((folder / "memory.current").read_text()) + int(cached)) / GIB))
+        groups = {names: path for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines())}
+    for controllers, (folder_name, limit_file, use_file, cache_line) in CGROUPS.items():
+        lowest = root / folder_name / groups.get(controllers, "").lstrip("/")
+        for folder in (lowest, *lowest.parents):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                limit = int((folder / limit_file).read_text())  # ValueError for "max", which is no limit.
+                cached = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())[cache_line]
+                free = min(free, max(0.0, (limit - int((folder / use_file).read_text()) + int(cached)) / GIB))
     return free
 
 

@@ -102,6 +102,22 @@ def test_a_job_has_the_memory_of_its_limit(tmp_path):
     assert machine.cgroup_free(tmp_path, own) == math.inf, "of a container that sees its host's path"
 
 
+def test_a_limit_of_cgroup_v1_counts_too(tmp_path):
+    """A container sees the path on its host, which is not there, and its own group as the root."""
+    own, top = tmp_path / "own", tmp_path / "memory"
+    own.write_text("9:name=systemd:/job\n4:memory:/job/step\n3:cpuset:/\n0::/\n")
+    (step := top / "job" / "step").mkdir(parents=True)
+    for folder, limit in ((top, 2**63 - 4096), (step.parent, 10 * 2**30)):
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{3 * 2**30}\n")
+        (folder / "memory.stat").write_text(f"inactive_file 5\ntotal_inactive_file {2**30}\n")
+    assert machine.cgroup_free(tmp_path, own) == 8.0
+    own.write_text("4:memory:/docker/0123\n")
+    assert machine.cgroup_free(tmp_path, own) > 2**30, "no limit"
+    (top / "memory.limit_in_bytes").write_text(f"{5 * 2**30}\n")
+    assert machine.cgroup_free(tmp_path, own) == 3.0
+
+
 def test_packages():
     assert not package_problems(GOOD_VERSIONS)
     missing = package_problems(GOOD_VERSIONS | {"torch": None, "trl": None})
