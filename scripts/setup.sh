@@ -28,8 +28,8 @@ Settings (environment variables):
                     is installed: it is looked for in LD_LIBRARY_PATH, CUDA_HOME, CONDA_PREFIX and /usr/local/cuda*
 
 Exit codes: 0 done; 1 a package could not be installed; 2 wrong option, or a folder that this script will not touch;
-3 no fitting Python; 4 the system lacks something (driver, C library, compiler); 5 installed, but the check afterwards
-failed.
+3 no fitting Python; 4 the system lacks something (card, driver, C library, compiler); 5 installed, but the check
+afterwards failed.
 HELP
 }
 
@@ -143,6 +143,10 @@ use_compat_library() {
 
 compat=""
 if [ "$kind" = gpu ]; then
+    # --check refuses such a card too; beside a newer one it can be left unused.
+    [ -z "$gpu" ] || grep -qvE ', [1-7]\.[0-9]$' <<<"$gpus" ||
+        die 4 "${gpu%%,*} has compute capability ${gpu##*, }, BF16 and FlashAttention need 8.0. Take an A100, L40S,
+  H100, GH200 or a newer card, or --cpu for MODEL_ID=tiny"
     driver=$(cut -d, -f2 <<<"$gpu" | tr -d ' ')
     if [ -z "$gpu" ]; then
         warn "no GPU is seen: the set is installed, but whether it runs cannot be checked"

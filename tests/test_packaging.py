@@ -106,8 +106,8 @@ def setup(tmp_path, monkeypatch):
     return run
 
 
-def gpu(driver, name="NVIDIA H100 80GB HBM3"):
-    return {"nvidia-smi": f"echo '{name}, {driver}, 9.0'"}
+def gpu(driver, name="NVIDIA H100 80GB HBM3", *capabilities):
+    return {"nvidia-smi": "\n".join(f"echo '{name}, {driver}, {number}'" for number in capabilities or ["9.0"])}
 
 
 OLD_DRIVER = "ERROR: the NVIDIA driver is 570.86.15"
@@ -132,6 +132,12 @@ OLD_PYTHONS = dict.fromkeys(["python3", "python3.11", "python3.12", "python3.13"
         ),
         ([], {"ALLOW_UNTESTED": "0"}, gpu("570.86.15", "NVIDIA GeForce RTX 4090"), 4, "is for data-center cards"),
         ([], {"ALLOW_UNTESTED": "1"}, gpu("570.86.15"), None, "because ALLOW_UNTESTED=1"),
+        ([], {}, gpu("580.10", "Tesla V100", "7.0", "7.0"), 4, "Tesla V100 has compute capability 7.0, BF16 and Fl"),
+        (["--gpu"], {}, gpu("580.10", "Tesla V100", "7.5"), 4, "need 8.0. Take an A100"),
+        (["--cpu"], {}, gpu("580.10", "Tesla V100", "7.0"), 0, "set: cpu"),
+        ([], {}, gpu("580.10", "one of each", "7.0", "8.6"), None, "set: gpu"),
+        ([], {}, gpu("580.10", "NVIDIA RTX PRO 6000", "12.0"), None, "set: gpu"),
+        ([], {}, gpu("580.10", "its capability is not told", "[N/A]"), None, "set: gpu"),
     ],
 )
 def test_setup_decides_before_anything_is_made(setup, tmp_path, arguments, settings, commands, code, message):
@@ -147,7 +153,7 @@ def test_setup_decides_before_anything_is_made(setup, tmp_path, arguments, setti
 def test_another_compiler_may_be_named(setup, tmp_path):
     """In CC, which Triton looks at first; the check before a run takes it as well."""
     tools = write_commands(tmp_path / "tools", gpu("580.10") | {"getconf": "echo glibc 2.39"})
-    for name in ("bash", "cat", "cut", "dirname", "ls", "sha256sum", "sort", "tr"):
+    for name in ("bash", "cat", "cut", "dirname", "grep", "ls", "sha256sum", "sort", "tr"):
         (tools / name).symlink_to(str(shutil.which(name)))
     for compiler in ("", "/opt/cc"):
         done = setup("--dry-run", PATH=str(tools), CC=compiler)
