@@ -135,3 +135,10 @@ def test_profiles_and_folders_that_cannot_be_written(tmp_path: Path) -> None:
         md.main(["--profile", *map(str, profiles), "--out", str(tmp_path)])
     with pytest.raises(InputError, match="choose another --out"):
         md.main(["--out", str(profiles[0])])
+    profiles[1] = profiles[0].rename(tmp_path / "b" / "a_compact.csv")
+    profiles[0].write_text(GOOD)
+    options = ["--profile", *map(str, profiles), "--out", str(tmp_path / "out"), "--prompt"]
+    with pytest.raises(InputError, match="both: a_compact.csv has the name of another profile's compact rows; rename"):
+        md.main([*options, "both"])
+    assert not (tmp_path / "out").exists()
+    assert md.main([*options, "compact"]) == 0 and len(list((tmp_path / "out").iterdir())) == 2
