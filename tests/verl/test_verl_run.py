@@ -182,6 +182,7 @@ def test_the_recipe_s_stages_follow_each_other(settings, tmp_path):
     notes[1].unlink()
     assert "grpo-merged --push team/name" in run("upload").stdout, "what was trained"
     assert f"ppo starts from {tmp_path}/plain" in run("ppo", FROM=str(tmp_path / "plain")).stdout
+    assert run().returncode == 2, "a job without a stage must not end as if it were done"
     assert run("train").returncode == 2 and "DATA: the recipe brings no rows" in run("ppo", DATA="").stderr
 
 

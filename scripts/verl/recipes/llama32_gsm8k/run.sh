@@ -17,6 +17,7 @@
 #SBATCH --cpus-per-task=240
 #SBATCH --time=30:30:00
 set -euo pipefail
+[ $# -gt 0 ] || { echo "name stages: sft, ppo, grpo, merge, upload" >&2 && exit 2; }
 
 # Where a cluster has its software in modules, and the environment in conda:
 #   module reset && module load nccl/2.22.3 hpcx/2.18.1-gcc-cuda12/hpcx-mt miniconda/24.7.1-py311
