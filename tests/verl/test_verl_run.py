@@ -183,7 +183,10 @@ def test_the_recipe_s_stages_follow_each_other(settings, tmp_path):
     assert "grpo-merged --push team/name" in run("upload").stdout, "what was trained"
     assert f"ppo starts from {tmp_path}/plain" in run("ppo", FROM=str(tmp_path / "plain")).stdout
     assert run().returncode == 2, "a job without a stage must not end as if it were done"
-    assert run("train").returncode == 2 and "DATA: the recipe brings no rows" in run("ppo", DATA="").stderr
+    for stages, repo in ((["sft", "--gpus"], "team/name"), (["sft", "upload"], "")):
+        done = run(*stages, HF_REPO=repo)
+        assert done.returncode in (1, 2) and not done.stdout, "told before the first stage"
+    assert "DATA: the recipe brings no rows" in run("ppo", DATA="").stderr
 
 
 def test_the_answer_of_verls_own_rows_is_found(tmp_path):

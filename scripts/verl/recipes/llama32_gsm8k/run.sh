@@ -17,7 +17,14 @@
 #SBATCH --cpus-per-task=240
 #SBATCH --time=30:30:00
 set -euo pipefail
-[ $# -gt 0 ] || { echo "name stages: sft, ppo, grpo, merge, upload" >&2 && exit 2; }
+# A word that is wrong is told before the first stage, which takes hours.
+for stage in "${@:-}"; do
+    case "$stage" in
+        sft | ppo | grpo | merge) ;;
+        upload) : "${HF_REPO:?name it, as team/name}" ;;
+        *) echo "unknown stage '$stage': sft, ppo, grpo, merge, upload" >&2 && exit 2 ;;
+    esac
+done
 
 # Where a cluster has its software in modules, and the environment in conda:
 #   module reset && module load nccl/2.22.3 hpcx/2.18.1-gcc-cuda12/hpcx-mt miniconda/24.7.1-py311
@@ -70,7 +77,6 @@ for stage in "$@"; do
             MODEL_ID=${FROM:-$from} train "$stage"
             ;;
         merge) merge "$OUTPUT_DIR/$learned" /actor "$OUTPUT_DIR/$learned-merged" ;;
-        upload) run python scripts/export.py "$OUTPUT_DIR/$learned-merged" --push "${HF_REPO:?name it, as team/name}" ;;
-        *) echo "unknown stage '$stage': sft, ppo, grpo, merge, upload" >&2 && exit 2 ;;
+        upload) run python scripts/export.py "$OUTPUT_DIR/$learned-merged" --push "$HF_REPO" ;;
     esac
 done
