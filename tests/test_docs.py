@@ -24,7 +24,7 @@ CURRENT = [page for page in PAGES if page.name not in ("tried.md", "CHANGELOG.md
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 # Variables of other programs that the pages mention, constants, and names of the original script.
 NOT_SETTINGS = {
-    "CARDS", "CONDA_PREFIX", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_HOME", "CURVES", "DRY_RUN", "EPOCHS",
+    "CARDS", "CONDA_PREFIX", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "CURVES", "DRY_RUN", "EPOCHS",
     "FLASH_ATTN_CUDA_ARCHS", "FROM", "GLOO_SOCKET_IFNAME", "GRADIENT_ACCUMULATION_STEPS", "HF_ENDPOINT", "HF_HOME",
     "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "KERNELS", "LD_LIBRARY_PATH", "MATRIX_GAIN", "MAX_JOBS",
     "NCCL_SOCKET_IFNAME", "NVTE_FUSED_ATTN", "OMP_NUM_THREADS", "RESUME_FILES", "ROCR_VISIBLE_DEVICES",
