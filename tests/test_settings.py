@@ -217,7 +217,8 @@ ANSWERED = [
     ("--compute-dtype bfloat16", "leave it out: it computes in BF16 on a GPU"),
     ("--attn-implementation sdpa", "set ATTN_IMPL=auto (sdpa knows no attention sinks)"),
     ("--attn-implementation flash_attention_2", "set ATTN_IMPL=flash_attention_2"),
-    ("--peft-target-parameters 7.mlp.experts.gate_up_proj", "set LORA_TARGETS=7.experts"),
+    ("--peft-target-parameters 7.mlp.experts.gate_up_proj", "set LORA_TARGETS=all-linear,7.experts"),
+    ("--peft-target-parameters", "set LORA_TARGETS (a value is missing)"),
     ("--loss-type gspo", "set IMPORTANCE_SAMPLING_LEVEL=sequence (GSPO is that"),
     ("--seed", "set SEED (a value is missing)"),
     ("--warmup-ratio", "set WARMUP_STEPS to ... x TOTAL_STEPS"),
@@ -285,9 +286,9 @@ def test_what_the_first_users_typed_is_answered_part_by_part():
     """What the answers set is accepted together, and every part has an answer."""
     lines = flag_answers(THEIR_COMMAND.split())
     assert len(lines) == 15 and not [line for line in lines if "no such setting" in line]
-    environ = dict(re.findall(r": set ([A-Z_]+)=([\w.-]+)", "\n".join(lines)))
+    environ = dict(re.findall(r": set ([A-Z_]+)=([\w.,-]+)", "\n".join(lines)))
     settings, _, problems = load_settings(environ)
-    assert not problems and (settings.EXPERTS, settings.LORA_TARGETS) == ("mxfp4", "7.experts")
+    assert not problems and (settings.EXPERTS, settings.LORA_TARGETS) == ("mxfp4", "all-linear,7.experts")
     assert len(environ) == 6
 
 

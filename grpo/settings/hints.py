@@ -69,8 +69,8 @@ def set_hint(setting: str, value: str) -> str:
 
 def fill_in(answer: str, value: str) -> str:
     """An answer of grpo/settings/foreign.py with the `value` that the user gave in place of {}."""
-    if match := re.search(r"([A-Z_]+)=\{\}", answer):
-        answer = answer.replace(match[0], set_hint(match[1], value))
+    if match := re.search(r"([A-Z_]+)=([\w,-]*)\{\}", answer):
+        answer = answer.replace(match[0], set_hint(match[1], value and match[2] + value))
     return answer.replace("{}", shlex.quote(value) if value else "...")
 
 
