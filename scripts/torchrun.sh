@@ -13,11 +13,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ) &
 run=$!
 # Slim images have no pkill, and torchrun gives each process a group of its own.
+processes() { cat /proc/$run/task/*/children 2> /dev/null || true; }
+starting=1
 forward() {
-    for child in $(cat /proc/$run/task/*/children 2> /dev/null); do kill -s "$1" "$child" 2> /dev/null || true; done
+    local started child
+    started=$(processes)
+    for child in $started; do kill -s "$1" "$child" 2> /dev/null || true; done
+    # torchrun itself heeds no signal while it waits for other machines, which may be a quarter of an hour.
+    [ -z "$starting" ] || [ -n "$started" ] || kill -KILL $run 2> /dev/null || true
 }
 trap 'forward INT' INT
 trap 'forward TERM' TERM
+while [ -z "$(processes)" ] && kill -0 $run 2> /dev/null; do sleep 0.2 || true; done
+starting=""
 while true; do
     wait $run && code=0 || code=$?
     kill -0 $run 2> /dev/null || break # a signal ends `wait`, not torchrun

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, SCRIPT, read_csv, run_python, run_script
+from helpers import CLEAN, ROOT, SCRIPT, read_csv, run_python, run_script
 from runs import ASKED, SETTINGS, environment, finish, go_on, has_line, start_held, wait_until
 from safetensors.torch import load_file
 
@@ -70,7 +72,7 @@ def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_p
     PATH is that of an image without procps. Then one process goes on, and two after that."""
     folder, programs = tmp_path / "run", tmp_path / "bin"
     programs.mkdir()
-    for name in ("bash", "cat", "dirname"):
+    for name in ("bash", "cat", "dirname", "sleep"):
         (programs / name).symlink_to(str(shutil.which(name)))
     path = f"{Path(sys.executable).parent}:{programs}"
     command = "exec bash scripts/torchrun.sh --nproc-per-node 2"
@@ -96,6 +98,29 @@ def test_a_sigterm_in_a_long_step_saves_it_and_any_number_continues(whole, tmp_p
     assert ours == theirs | {EXIT}
     measured = [[row["heldout_reward"] for row in read_csv(run / "metrics.csv")] for run in (folder, whole)]
     assert measured[0] == measured[1] and measured[0][2] and read_exit(folder)[0] == 0
+
+
+def test_a_launch_that_waits_for_another_machine_can_be_stopped():
+    """torchrun itself heeds no signal then, and scripts/torchrun.sh has no process yet that it could pass one on to."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    command = ["bash", "scripts/torchrun.sh", "--nnodes", "2", "--node-rank", "0", "--master-port", port]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with subprocess.Popen([*command, "--master-addr", "127.0.0.1"], cwd=ROOT, env=CLEAN | {"PATH": path}) as process:
+
+        def is_waiting() -> bool:
+            with socket.socket() as client:
+                return not client.connect_ex(("127.0.0.1", int(port)))
+
+        wait_until(is_waiting, process)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(30)
+        finally:
+            for pid in map(int, children):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def test_a_killed_rank_0_is_named_with_the_last_checkpoint(tmp_path):
