@@ -31,8 +31,9 @@ def prompt_and_answer(
 class Answers(list[dict[str, torch.Tensor]]):
     """The rows with an answer: `input_ids`, `position_ids` and `loss_mask` (L,), 1 on the answer's tokens."""
 
-    def __init__(self, parquet_files: str, tokenizer: Any, config: Mapping[str, Any], **_: Any):
+    def __init__(self, parquet_files: str, tokenizer: Any, config: Mapping[str, Any], max_samples: int = -1, **_: Any):
         rows = [row for row in parquet.read_table(parquet_files).to_pylist() if row["answer"]]
+        rows = rows[:max_samples] if max_samples > 0 else rows  # data.train_max_samples
         if len(rows) < config["train_batch_size"]:
             size = f"data.train_batch_size is {config['train_batch_size']}"
             raise ValueError(f"only {len(rows)} rows have an `answer` or a best action, and {size}")

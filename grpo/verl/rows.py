@@ -77,7 +77,8 @@ def read_input(environ: Mapping[str, str], stage: str) -> tuple[VerlInput, Probl
         specs = check_rewards(settings, choose_rewards(settings.REWARDS, rows).value, rows, problems)[0]
         check_heldout(specs, settings, eval_rows, problems)
     if "overlong" in dict(specs):
-        problems.add("REWARDS=overlong", "verl knows the longest completion", "Set verl's reward_model.overlong_buffer")
+        reason, fix = "verl has its own limit", "Write a function that gets `completion_ids`: docs/data.md"
+        problems.add("REWARDS=overlong", reason, fix)
     model = str(folder) if folder.is_dir() else model
     output_dir = Path(settings.OUTPUT_DIR).absolute()
     return VerlInput(model, output_dir, rows, eval_rows, specs, settings.INVALID_REWARD), problems

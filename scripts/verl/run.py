@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from grpo.common import ROOT, InputError, in_range
+from grpo.output.durable import write_text
 from grpo.plan.machine import installed_versions, read_machine
 from grpo.process.child import run_child
 from grpo.process.ending import run_script
@@ -43,9 +44,17 @@ def verl_command(stage: str, gpus: int, options: Sequence[str], recipe: str | No
         launch = ["torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m", "verl.trainer.sft_trainer"]
     else:
         launch = ["verl.trainer.main_ppo"]
-        # Ray counts the node's CPUs, not a job's, and verl waits without a word for CPUs that Ray does not have.
+        # Ray counts the node's CPUs, not a job's, and verl waits without a word for CPUs that Ray does not have. A Ray
+        # that is there already takes no such number, and its processes would not get this environment.
         config += [f"ray_kwargs.ray_init.num_cpus={max(len(os.sched_getaffinity(0)), 12 + 3 * gpus)}"]
+        config += ["+ray_kwargs.ray_init.address=local"]
     return [sys.executable, "-m", *launch, *config, *options]
+
+
+def begun_from(note: Path) -> str | None:
+    """The model that a stage's checkpoints, which lie beside `note`, began from; None without checkpoints or note."""
+    has_checkpoint = (note.parent / "latest_checkpointed_iteration.txt").exists()
+    return note.read_text(encoding="utf-8") if has_checkpoint and note.exists() else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,20 +73,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems.add("verl", f"this Python has {version or 'none'}, the options are those of {VERSION}", fix)
     if args.recipe and not os.environ.get("DATA", "").strip():
         problems.add("DATA", "the recipe brings no rows", "Name them, such as DATA=openai/gsm8k:main")
+    note, resumes = data.output_dir / args.stage / "model.txt", not any("resume_mode=" in text for text in args.options)
+    if resumes and (begun := begun_from(note)) not in (None, data.model):
+        fix = f"Name another OUTPUT_DIR, or delete {note.parent}; if it is the same model, delete {note}"
+        problems.add(f"MODEL_ID={data.model}", f"verl would continue {note.parent}, which began from {begun}", fix)
     if problems:
         raise InputError(*problems)
+    options = args.options
+    if args.stage != "sft" and not data.eval_rows:  # verl would validate with training rows.
+        options = ["trainer.test_freq=-1", "trainer.val_before_train=false", *options]
     os.environ.pop("ROCR_VISIBLE_DEVICES", None)  # Slurm sets it on NVIDIA's machines too, and verl then stops.
     environ = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "VERL_USE_EXTERNAL_MODULES": "grpo.verl.sum_resolver,grpo.verl.critic",
+        "VERL_USE_EXTERNAL_MODULES": "grpo.verl.sum_resolver,grpo.verl.critic,grpo.verl.sockets",
         "MODEL_ID": data.model,
         "OUTPUT_DIR": str(data.output_dir),
     }
-    command = verl_command(args.stage, args.gpus or read_machine().gpus or 1, args.options, args.recipe)
+    command = verl_command(args.stage, args.gpus or read_machine().gpus or 1, options, args.recipe)
     print(*(f"{name}={shlex.quote(value)}" for name, value in environ.items()), shlex.join(command), flush=True)
     if args.dry_run:
         return 0
     write_data(data)
+    if resumes:
+        note.parent.mkdir(exist_ok=True)
+        write_text(note, data.model)
     return run_child(command, environ)
 
 

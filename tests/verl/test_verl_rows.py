@@ -102,7 +102,7 @@ REFUSED = [
     ({"OUTPUT_DIR": "rendered.csv/out"}, "rendered.csv is a file, not a folder"),
     ({"LEARNING_RATE": "1e-5"}, "LEARNING_RATE: verl does not read this setting of train_grpo.py. Unset it"),
     ({"INVALID_REWARD": "nan"}, "INVALID_REWARD=nan: verl leaves no completion out"),
-    ({"REWARDS": "action,overlong"}, "REWARDS=overlong: verl knows the longest completion. Set verl's"),
+    ({"REWARDS": "action,overlong"}, "REWARDS=overlong: verl has its own limit. Write a function"),
     ({"DATA": "rendered.csv"}, RENDERS),
     ({"DATA": "effort.csv"}, "effort.csv, row 1, column reasoning_effort: verl renders all prompts with the same"),
     ({"DATA": "answers.csv"}, "answers.csv, columns: there is no column reward_action_0"),

@@ -3,6 +3,7 @@
 
 import asyncio
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -80,7 +81,9 @@ def test_a_stage_writes_the_rows_and_starts_verl(started, tmp_path, stage, modul
     assert env["OUTPUT_DIR"] == str(output_dir) and env["MODEL_ID"] == str(tmp_path / "plain"), "absolute, for Ray"
     assert env["PYTHONPATH"] == str(ROOT)
     modules = env["VERL_USE_EXTERNAL_MODULES"].split(",")
-    assert modules == ["grpo.verl.sum_resolver", "grpo.verl.critic"]
+    assert modules == ["grpo.verl.sum_resolver", "grpo.verl.critic", "grpo.verl.sockets"]
+    assert ("+ray_kwargs.ray_init.address=local" in command) == (stage != "sft"), "a Ray that has this environment"
+    assert "trainer.test_freq=-1" not in command, "there are held-out rows"
     assert len(parquet.read_table(output_dir / "data" / "train.parquet")) == 200
 
 
@@ -100,6 +103,33 @@ def test_what_ends_early(started, monkeypatch):
         script.main(["grpo", "--gpus", "2"])
     assert "verl: this Python has none, the options are those of 0.9.1" in str(caught.value)
     assert "TOTAL_STEPS: verl does not read this setting of train_grpo.py" in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_verl_does_not_validate_with_training_rows(started, monkeypatch, stage):
+    monkeypatch.setitem(os.environ, "EVAL_SAMPLES", "0")
+    assert script.main([stage, "trainer.val_before_train=true"]) == 0
+    command = started.call_args.args[0]
+    assert ("trainer.test_freq=-1" in command) == (stage == "ppo")
+    assert command[-1] == "trainer.val_before_train=true", "what was typed wins"
+
+
+def test_verl_does_not_continue_another_model_s_run(started, settings, tmp_path, monkeypatch):
+    """It would load the checkpoint over MODEL_ID without a word."""
+    folder = tmp_path / settings["OUTPUT_DIR"] / "ppo"
+    assert script.main(["ppo"]) == 0
+    (tmp_path / "other").mkdir()
+    other = str(make_chat_model(tmp_path / "other"))
+    monkeypatch.setitem(os.environ, "MODEL_ID", other)
+    assert script.main(["ppo"]) == 0, "the first run left no checkpoint"
+    (folder / "latest_checkpointed_iteration.txt").write_text("10")
+    assert script.main(["ppo"]) == 0, "the same command continues"
+    monkeypatch.setitem(os.environ, "MODEL_ID", settings["MODEL_ID"])
+    with pytest.raises(InputError, match=f"verl would continue {folder}, which began from {other}. Name another"):
+        script.main(["ppo", "--dry-run"])
+    assert script.main(["grpo"]) == 0 and script.main(["ppo", "trainer.resume_mode=disable"]) == 0
+    (folder / "model.txt").unlink()
+    assert script.main(["ppo"]) == 0
 
 
 RECIPE = CONFIGS / "recipes" / "llama32_gsm8k"
@@ -187,6 +217,7 @@ def test_the_recipe_s_stages_follow_each_other(settings, tmp_path):
         done = run(*stages, HF_REPO=repo)
         assert done.returncode in (1, 2) and not done.stdout, "told before the first stage"
     assert "DATA: the recipe brings no rows" in run("ppo", DATA="").stderr
+    assert "+ python -m verl.model_merger" in run("merge", DRY_RUN="yes").stdout
 
 
 def test_the_answer_of_verls_own_rows_is_found(tmp_path):
@@ -226,6 +257,7 @@ def test_sft_learns_what_a_rollout_would_write(settings, tmp_path, harmony):
     assert learned.tolist() == tokenizer(answer, add_special_tokens=False)["input_ids"]
     begin, end = ("<|channel|>final<|message|>", "<|return|>") if harmony else ("", "<|end|>")
     assert answer == begin + data.rows[0].columns["answer"] + end
+    assert len(Answers(file, tokenizer, config, max_samples=40)) == 40, "data.train_max_samples"
     with pytest.raises(ValueError, match=r"gsm8k_train, row 1: prompt and answer have .* Raise data.max_length"):
         Answers(file, tokenizer, config | {"max_length": 20})
     with pytest.raises(ValueError, match=r"200 rows have an `answer` .*, and data.train_batch_size is 201"):
@@ -242,6 +274,24 @@ def in_place_of_verl(monkeypatch, name, **contents):
     monkeypatch.setitem(sys.modules, name, module)
     if package:
         monkeypatch.setattr(sys.modules[package], last, module, raising=False)
+
+
+def test_the_job_has_a_number_of_its_own_on_this_machine(monkeypatch):
+    """The first job of each Ray is 01000000, and verl names the sockets of the weights by it."""
+
+    class Context:
+        def get_job_id(self):
+            return "01000000"
+
+        def get_session_name(self):
+            return "session_2026-11-30_11-27-01_004446_9056"
+
+    in_place_of_verl(monkeypatch, "ray.runtime_context", RuntimeContext=Context)
+    monkeypatch.delitem(sys.modules, "grpo.verl.sockets", raising=False)
+    importlib.import_module("grpo.verl.sockets")
+    number = Context().get_job_id()
+    assert number == "session_2026-11-30_11-27-01_004446_9056-01000000"
+    assert len(f"/tmp/rl-colocate-zmq-{number}-replica-0-rank-0.sock") < 108, "Linux takes no longer name"
 
 
 def test_a_failed_rollout_ends_the_run(monkeypatch):

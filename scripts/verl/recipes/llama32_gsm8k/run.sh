@@ -46,7 +46,7 @@ NOTE=latest_checkpointed_iteration.txt # where verl names the last checkpoint th
 
 run() {
     printf '+ %s\n' "$*"
-    [ "${DRY_RUN:-0}" = 1 ] || "$@"
+    [ "${DRY_RUN:-0}" != 0 ] || "$@"
 }
 
 train() { # STAGE
