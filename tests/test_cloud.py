@@ -194,7 +194,8 @@ def test_what_is_refused(machine, tmp_path, options, words):
 def test_a_copy_that_cannot_be_read_is_no_start_and_a_last_copy_that_fails_no_success(machine, tmp_path):
     """A fresh run would overwrite the copy. With exit code 0 the machine would be given back, and the result lost with
     it: the same command then makes the last copy, although the trainer refuses the complete run."""
-    assert machine("one", RSYNC_FAILS="*/bucket/first/").wait() == 23 and not (tmp_path / "one/first").exists()
+    assert machine("one", RSYNC_FAILS="*/bucket/first/").wait() == 2 and not (tmp_path / "one/first").exists()
+    assert f"{tmp_path}/bucket/first cannot be read" in (tmp_path / "output.txt").read_text()
     (tmp_path / "one/first").mkdir(parents=True)
     (tmp_path / "one/first/thesis.txt").touch()
     # A copy that was cut off before its settings.json is no run.
@@ -207,4 +208,4 @@ def test_a_copy_that_cannot_be_read_is_no_start_and_a_last_copy_that_fails_no_su
     assert machine("two", TOTAL_STEPS=1).wait() == 2
     assert_copied(tmp_path, "two")
     # Files of somebody else in OUTPUT_DIR are not this script's to delete.
-    assert machine("one").wait() == 1 and files_in(tmp_path / "one/first") == {"thesis.txt"}
+    assert machine("one").wait() == 2 and files_in(tmp_path / "one/first") == {"thesis.txt"}

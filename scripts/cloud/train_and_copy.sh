@@ -53,16 +53,17 @@ last_step() {
 first_row() { [ ! -f "$1/metrics.csv" ] || sed -n 2p "$1/metrics.csv"; }
 
 owed="" # 1: the run here is complete, and its copy is not
-# A failed copy ends the script here: a fresh run instead of the one in COPY would overwrite COPY.
+# A fresh run instead of one in COPY that cannot be read would overwrite COPY.
+unread() { refuse "$copy cannot be read (rsync's message is above)"; }
 if [ ! -f "$run/settings.json" ]; then
     # The copy goes to another folder first: a run must not begin from half of it if the machine goes away now.
     rm -rf "$run.part"
     mkdir -p "$run.part"
-    rsync -rt "$copy/" "$run.part/"
+    rsync -rt "$copy/" "$run.part/" || unread
     if [ -f "$run.part/settings.json" ]; then
         echo "train_and_copy: $run continues from $copy"
-        # rmdir fails if OUTPUT_DIR holds other files, which are not this script's to delete.
-        [ ! -d "$run" ] || rmdir "$run"
+        # Other files in OUTPUT_DIR are not this script's to delete.
+        [ ! -d "$run" ] || rmdir "$run" || refuse "$run holds files of no run: name another OUTPUT_DIR"
         mv "$run.part" "$run"
     else
         # The first machine went away before a run was copied: there is nothing to continue. But a project's or an
@@ -76,7 +77,7 @@ else
     # The disk of an earlier machine may hold an older state of the run than its copy, or another run.
     peek=$(mktemp -d)
     rsync -rt --include=/metrics.csv --include=/complete.json --include='/checkpoint-*/' \
-        --include='/checkpoint-*/manifest.json' --exclude='*' "$copy/" "$peek/"
+        --include='/checkpoint-*/manifest.json' --exclude='*' "$copy/" "$peek/" || unread
     there=$(last_step "$peek") here=$(last_step "$run") row_there=$(first_row "$peek") row_here=$(first_row "$run")
     [ ! -f "$run/complete.json" ] || [ -f "$peek/complete.json" ] || owed=1
     rm -rf "$peek"
