@@ -13,6 +13,7 @@ Exit codes: 0 done, 2 bad input (every problem is named), 1 anything else.
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,16 @@ def verl_command(stage: str, gpus: int, options: Sequence[str], recipe: str | No
     return [sys.executable, "-m", *launch, *config, *options]
 
 
+def prompts_per_step(stage: str, options: Sequence[str], recipe: str | None) -> int:
+    """`data.train_batch_size` of PPO or GRPO, as verl will find it: the last option, else the topmost YAML file's."""
+    paths = [CONFIGS / f"{stage}.yaml", CONFIGS / "ppo.yaml"]
+    if recipe:
+        paths = [CONFIGS / "recipes" / recipe / f"recipe_{path.name}" for path in paths] + paths
+    texts = [*reversed(options), *(path.read_text(encoding="utf-8") for path in paths)]
+    matches = (re.search(r"\btrain_batch_size[:=] *(\d+)", text) for text in texts)
+    return next(int(match[1]) for match in matches if match)
+
+
 def begun_from(note: Path) -> str | None:
     """The model that a stage's checkpoints, which lie beside `note`, began from; None without checkpoints or note."""
     has_checkpoint = (note.parent / "latest_checkpointed_iteration.txt").exists()
@@ -73,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems.add("verl", f"this Python has {version or 'none'}, the options are those of {VERSION}", fix)
     if args.recipe and not os.environ.get("DATA", "").strip():
         problems.add("DATA", "the recipe brings no rows", "Name them, such as DATA=openai/gsm8k:main")
+    if args.stage != "sft" and 0 < len(data.rows) < (size := prompts_per_step(args.stage, args.options, args.recipe)):
+        fix = f"Name more rows, or append data.train_batch_size={len(data.rows)} or less, a multiple of the GPUs"
+        problems.add("DATA", f"{len(data.rows)} training rows, but a step takes {size}, and verl repeats none", fix)
     note, resumes = data.output_dir / args.stage / "model.txt", not any("resume_mode=" in text for text in args.options)
     if resumes and (begun := begun_from(note)) not in (None, data.model):
         fix = f"Name another OUTPUT_DIR, or delete {note.parent}; if it is the same model, delete {note}"

@@ -51,6 +51,13 @@ def make_chat_model(parent: Path, harmony: bool = False) -> Path:
     return folder
 
 
+def write_rows(folder: Path) -> str:
+    """The path of 300 training rows: a step of the recipe takes 256."""
+    rows = ({"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(300))
+    (folder / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "many.jsonl")
+
+
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     """GSM8K-like rows for a plain chat model, as the environment, with verl's version installed."""
@@ -114,6 +121,21 @@ def test_verl_does_not_validate_with_training_rows(started, monkeypatch, stage):
     assert command[-1] == "trainer.val_before_train=true", "what was typed wins"
 
 
+def test_a_step_takes_no_more_prompts_than_there_are_rows(started, monkeypatch):
+    """verl would divide by zero once model and vLLM are loaded and the held-out rows validated."""
+    monkeypatch.setitem(os.environ, "DATA", str(ROOT / "data/gsm8k_train.jsonl"))
+    for stage, size in {"ppo": 256, "grpo": 64}.items():
+        assert script.prompts_per_step(stage, [], RECIPE.name) == size
+        assert script.prompts_per_step(stage, [], None) == 16
+    few = "200 training rows, but a step takes {}, and verl repeats none. Name more rows, or append"
+    with pytest.raises(InputError, match=few.format(256)):
+        script.main(["ppo", "--recipe", RECIPE.name])
+    with pytest.raises(InputError, match=few.format(201)):
+        script.main(["grpo", "data.train_batch_size=8", "data.train_batch_size=201"])
+    assert script.main(["grpo", "data.train_batch_size=200"]) == 0
+    assert script.main(["ppo", "--recipe", RECIPE.name, "data.train_batch_size=64"]) == 0
+
+
 def test_verl_does_not_continue_another_model_s_run(started, settings, tmp_path, monkeypatch):
     """It would load the checkpoint over MODEL_ID without a word."""
     folder = tmp_path / settings["OUTPUT_DIR"] / "ppo"
@@ -162,12 +184,12 @@ def test_the_recipe_has_the_values_of_the_guide(stage):
 
 
 @pytest.mark.parametrize("gpus", [1, 8])
-def test_a_recipe_is_laid_over_the_stage_and_needs_rows(started, monkeypatch, gpus):
+def test_a_recipe_is_laid_over_the_stage_and_needs_rows(started, monkeypatch, tmp_path, gpus):
     monkeypatch.setitem(os.environ, "ROCR_VISIBLE_DEVICES", "0")
     arguments = ["ppo", "--recipe", RECIPE.name, "--gpus", str(gpus)]
     with pytest.raises(InputError, match="DATA: the recipe brings no rows"):
         script.main(arguments)
-    monkeypatch.setitem(os.environ, "DATA", str(ROOT / "data/gsm8k_train.jsonl"))
+    monkeypatch.setitem(os.environ, "DATA", write_rows(tmp_path))
     assert script.main(arguments) == 0 and "ROCR_VISIBLE_DEVICES" not in os.environ
     command = started.call_args.args[0]
     assert command[command.index("--config-dir") + 1] == str(RECIPE) and f"trainer.n_gpus_per_node={gpus}" in command
@@ -180,7 +202,7 @@ def test_the_recipe_s_stages_follow_each_other(settings, tmp_path):
     tools = write_commands(tmp_path / "bin", {"python": f'exec {sys.executable} "$@"'})
     environ = CLEAN | settings | {"PATH": f"{tools}:{CLEAN['PATH']}", "HF_REPO": "team/name", "DRY_RUN": "1"}
     environ |= {"MODEL_ID": str(tmp_path / "plain"), "OUTPUT_DIR": str(tmp_path / "llama")}
-    environ |= {"DATA": str(ROOT / "data/gsm8k_train.jsonl"), "PYTHONPATH": ""}
+    environ |= {"DATA": write_rows(tmp_path), "PYTHONPATH": ""}
     command = ["bash", str(RECIPE / "run.sh")]
 
     def run(*stages, **changes):

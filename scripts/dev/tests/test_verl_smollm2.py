@@ -18,7 +18,7 @@ from scripts.dev.record import read_lines
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(verl_smollm2, "SIZES", {"train": 60, "heldout": 40, "warmup": 200})
+    monkeypatch.setattr(verl_smollm2, "SIZES", {"train": 130, "heldout": 40, "warmup": 200})
 
 
 def test_rows_are_distinct_and_the_warm_up_alone_answers_by_chance(few, tmp_path):
