@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.pop("ROCR_VISIBLE_DEVICES", None)  # Slurm sets it on NVIDIA's machines too, and verl then stops.
     environ = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "VERL_USE_EXTERNAL_MODULES": "grpo.verl.sum_resolver,grpo.verl.critic,grpo.verl.sockets",
+        "VERL_USE_EXTERNAL_MODULES": "grpo.verl.sum_resolver,grpo.verl.critic",
         "MODEL_ID": data.model,
         "OUTPUT_DIR": str(data.output_dir),
     }

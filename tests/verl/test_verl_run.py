@@ -88,7 +88,7 @@ def test_a_stage_writes_the_rows_and_starts_verl(started, tmp_path, stage, modul
     assert env["OUTPUT_DIR"] == str(output_dir) and env["MODEL_ID"] == str(tmp_path / "plain"), "absolute, for Ray"
     assert env["PYTHONPATH"] == str(ROOT)
     modules = env["VERL_USE_EXTERNAL_MODULES"].split(",")
-    assert modules == ["grpo.verl.sum_resolver", "grpo.verl.critic", "grpo.verl.sockets"]
+    assert modules == ["grpo.verl.sum_resolver", "grpo.verl.critic"]
     assert ("+ray_kwargs.ray_init.address=local" in command) == (stage != "sft"), "a Ray that has this environment"
     assert "trainer.test_freq=-1" not in command, "there are held-out rows"
     assert len(parquet.read_table(output_dir / "data" / "train.parquet")) == 200
@@ -296,24 +296,6 @@ def in_place_of_verl(monkeypatch, name, **contents):
     monkeypatch.setitem(sys.modules, name, module)
     if package:
         monkeypatch.setattr(sys.modules[package], last, module, raising=False)
-
-
-def test_the_job_has_a_number_of_its_own_on_this_machine(monkeypatch):
-    """The first job of each Ray is 01000000, and verl names the sockets of the weights by it."""
-
-    class Context:
-        def get_job_id(self):
-            return "01000000"
-
-        def get_session_name(self):
-            return "session_2026-11-30_11-27-01_004446_9056"
-
-    in_place_of_verl(monkeypatch, "ray.runtime_context", RuntimeContext=Context)
-    monkeypatch.delitem(sys.modules, "grpo.verl.sockets", raising=False)
-    importlib.import_module("grpo.verl.sockets")
-    number = Context().get_job_id()
-    assert number == "session_2026-11-30_11-27-01_004446_9056-01000000"
-    assert len(f"/tmp/rl-colocate-zmq-{number}-replica-0-rank-0.sock") < 108, "Linux takes no longer name"
 
 
 def test_a_failed_rollout_ends_the_run(monkeypatch):
