@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from grpo.common import InputError
+from grpo.plan.engine_memory import EnginePlan
 from grpo.plan.hub import REAL_CONFIG, ModelConfig
 from grpo.plan.machine import Machine
 from grpo.settings.table import Settings
@@ -46,7 +47,8 @@ SHORT, LONG = 512, 4000  # Lengths of completions that were measured.
 # The seconds are step_s and learn_s of docs/results/experts-*.json; tests/plan/test_cards.py compares them.
 H200 = {SHORT: StepTime(8.131, 3.426), LONG: StepTime(63.03, 24.32)}
 SMALL = {SHORT: StepTime(9.772, 5.122), LONG: StepTime(96.35, 41.22)}  # An H200 with 22 GiB free.
-OLDER_KERNELS = {SHORT: StepTime(11.296, 5.243), LONG: SMALL[LONG]}  # The same with kernels of cards before Hopper.
+# The same with kernels of cards before Hopper. How long a rollout waits for the cache is for `rollout_seconds` to say.
+OLDER_KERNELS = {SHORT: StepTime(11.296, 5.243), LONG: StepTime(H200[LONG].rollout + 41.22, 41.22)}
 H200_SPEED = (4800.0, 989.0)
 CARDS = (
     Card(
@@ -119,21 +121,35 @@ def interpolate(short: float, long: float, length: int, at_zero: float) -> float
     return short + (long - short) * (length - SHORT) / (LONG - SHORT)
 
 
-def rollout_seconds(times: Times, completions: int, length: int) -> float:
-    """Seconds to generate so many completions of `length` tokens at once. Four times as many took 2.4 times as long,
-    and half as many 0.82 times (docs/results/many-h100.json): each token reads all weights, for however few."""
-    share = completions / COMPLETIONS
+def rollout_seconds(times: Times, completions: int, length: int, at_once: float = math.inf) -> float:
+    """Seconds to generate so many completions of `length` tokens, of which `at_once` run and the others wait. Four
+    times as many took 2.4 times as long, and half as many 0.82 times (docs/results/many-h100.json): each token reads
+    all weights, for however few. Those of long ones read their contexts too (docs/results/long-78-h200.json)."""
+    running = min(completions, at_once)
+    share = running / COMPLETIONS
     seconds = interpolate(times[SHORT].rollout, times[LONG].rollout, length, 0.0)
-    return seconds * share ** (0.62 if share > 1 else 0.27)
+    seconds *= share ** (0.62 if share > 1 else 0.27)
+    seconds += times[LONG].rollout / LONG * share * max(0, length - LONG) ** 2 / 33_000
+    return seconds * completions / max(running, 1)
 
 
-def step_seconds(times: Times, settings: Settings, length: int) -> float:
+def running_at_once(engine: EnginePlan | None, settings: Settings, length: int) -> float:
+    """How many completions of `length` tokens vLLM's cache holds on average while they grow: half as many again as of
+    finished ones (docs/results/experts-shared-22-4000-h200.json)."""
+    if engine is None:
+        return math.inf
+    held = 1.5 * engine.cache / engine.cache_wanted * settings.MAX_COMPLETION_LEN / length
+    return engine.max_num_seqs * min(1.0, held)
+
+
+def step_seconds(times: Times, settings: Settings, length: int, engine: EnginePlan | None = None) -> float:
     """Seconds of a step with these settings, if all completions have `length` tokens. A prompt is learned from once for
     eight completions, and attention to long ones takes its time (docs/results/long-46-h200.json)."""
     prompts = PROMPT_TOKENS / (PROMPT_TOKENS + 8 * SHORT)
     learning = interpolate(times[SHORT].learning, times[LONG].learning, length, times[SHORT].learning * prompts)
     learning *= 1 + max(0, length - LONG) / 30_000
-    rollout = rollout_seconds(times, settings.completions_per_rollout, length) / settings.steps_per_rollout
+    at_once = running_at_once(engine, settings, length)
+    rollout = rollout_seconds(times, settings.completions_per_rollout, length, at_once) / settings.steps_per_rollout
     return rollout + learning * settings.completions_per_step / COMPLETIONS
 
 
@@ -145,10 +161,13 @@ def knows_times(settings: Settings, config: ModelConfig | None) -> bool:
     return is_20b and bool(settings.USE_VLLM) and not (settings.DIRECT_ANSWERS or settings.VLLM_EAGER)
 
 
-def evaluation_seconds(times: Times, settings: Settings, rows: int, length: int) -> float:
+def evaluation_seconds(
+    times: Times, settings: Settings, rows: int, length: int, engine: EnginePlan | None = None
+) -> float:
     """Seconds of all evaluations of held-out `rows`, if all completions have `length` tokens: before training, of
-    INIT_ADAPTER, after it, and every EVAL_STEPS steps. All but the last kind also have a greedy answer a row, which
-    takes no longer than the others."""
-    sampled = rollout_seconds(times, rows * settings.EVAL_SAMPLES, length)
+    INIT_ADAPTER, after it, and every EVAL_STEPS steps. All but the last kind also have a greedy answer a row."""
+    at_once = running_at_once(engine, settings, length)
+    sampled, greedy = (rollout_seconds(times, rows * n, length, at_once) for n in (settings.EVAL_SAMPLES, 1))
     during = (settings.TOTAL_STEPS - 1) // settings.EVAL_STEPS if settings.EVAL_STEPS else 0
-    return sampled * (during + 4 + 2 * bool(settings.INIT_ADAPTER))
+    whole = 2 + bool(settings.INIT_ADAPTER)
+    return sampled * (during + whole) + greedy * whole

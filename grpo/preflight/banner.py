@@ -150,10 +150,10 @@ def evaluation_lines(resolved: ResolvedRun) -> Iterator[tuple[str, str]]:
 def evaluation_time(resolved: ResolvedRun) -> str:
     """Says how long the evaluations of held-out rows may take on a card whose times are known; else ''."""
     s, name = resolved.settings, find_card(resolved.machine.gpu)
-    if not name or not knows_times(s, resolved.config):
+    if not name or not resolved.plan or not knows_times(s, resolved.config):
         return ""
     rows = -(-len(resolved.eval_rows) // resolved.machine.ranks)
-    seconds = evaluation_seconds(step_times(name)[0], s, rows, s.MAX_COMPLETION_LEN)
+    seconds = evaluation_seconds(step_times(name)[0], s, rows, s.MAX_COMPLETION_LEN, resolved.plan.engine)
     return f"all take some {rounded_duration(seconds)} if completions have {s.MAX_COMPLETION_LEN:,} tokens"
 
 

@@ -156,6 +156,7 @@ def time_lines(resolved: ResolvedRun) -> Iterator[Line]:
     s, machine, name = resolved.settings, resolved.machine, find_card(resolved.machine.gpu)
     if not name or not resolved.plan:
         return
+    engine = resolved.plan.engine
     if not knows_times(s, resolved.config):
         known = "sampled completions by vLLM with CUDA graphs were measured, no others"
         yield "time", f"not known: steps of gpt-oss-20b with {known}"
@@ -163,7 +164,7 @@ def time_lines(resolved: ResolvedRun) -> Iterator[Line]:
     times, source = step_times(name)
     lengths = ((s.MAX_COMPLETION_LEN + 1) // 2, s.MAX_COMPLETION_LEN)
     of_one = dataclasses.replace(s, PROMPTS_PER_STEP=-(-s.PROMPTS_PER_STEP // machine.ranks))  # of one process
-    seconds = [step_seconds(times, of_one, length) for length in lengths]
+    seconds = [step_seconds(times, of_one, length, engine) for length in lengths]
     ends = [f"{value:.0f} s" if value >= 10 else f"{value:.1f} s" for value in seconds]
     if s.MAX_COMPLETION_LEN > LONG:
         source = f"beyond {LONG:,} tokens ESTIMATED, {source}"
@@ -173,7 +174,7 @@ def time_lines(resolved: ResolvedRun) -> Iterator[Line]:
     range_text = f"{ends[0]} if completions have {lengths[0]:,} tokens, {ends[1]} at {lengths[1]:,}"
     yield "step time", f"{range_text}, on {cards} ({source})"
     count = 0 if resolved.exact else -(-len(resolved.eval_rows) // machine.ranks)
-    evaluating = [evaluation_seconds(times, s, count, length) for length in lengths]
+    evaluating = [evaluation_seconds(times, s, count, length, engine) for length in lengths]
     steps = max(0, s.TOTAL_STEPS - resolved.state.step)
     training = [steps * value for value in seconds]
     hours = [(a + b + START_SECONDS) / 3600 for a, b in zip(training, evaluating, strict=True)]

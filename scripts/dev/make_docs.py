@@ -123,9 +123,9 @@ def costs() -> str:
     """Hours and dollars of the default run on some cards, by the estimates that `--check --card` prints."""
     rows, settings, lengths = [], Settings(USE_VLLM=True), (LONG // 2, LONG)
     for name, (price, source) in PRICES.items():
-        times = step_times(name)[0]
-        steps = [step_seconds(times, settings, length) for length in lengths]
-        evaluations = [evaluation_seconds(times, settings, MOST_HELD_OUT, length) for length in lengths]
+        times, engine = step_times(name)[0], plan_for_card(NAMES[name], LONG)[1].engine
+        steps = [step_seconds(times, settings, length, engine) for length in lengths]
+        evaluations = [evaluation_seconds(times, settings, MOST_HELD_OUT, length, engine) for length in lengths]
         totals = [START_SECONDS + settings.TOTAL_STEPS * a + b for a, b in zip(steps, evaluations, strict=True)]
         hours = [seconds / 3600 for seconds in totals]
         known = {2: "measured", 1: "partly measured", 0: "estimate"}[len(NAMES[name].measured)]

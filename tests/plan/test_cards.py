@@ -6,6 +6,7 @@ import json
 
 import pytest
 from helpers import ROOT
+from make_docs import plan_for_card
 
 from grpo.common import InputError
 from grpo.plan import cards
@@ -79,12 +80,27 @@ def test_few_long_or_short_completions_take_their_time():
     """As they were measured; each of few completions takes a pass over the weights for every token."""
     times, four = step_times("H200")[0], dataclasses.replace(RUN, PROMPTS_PER_STEP=1, NUM_GENERATIONS=4)
     assert step_seconds(times, four, 28_563) == pytest.approx(157.6, rel=0.2), "long-22-h200.json"
-    assert step_seconds(times, four, 65_536) == pytest.approx(363, rel=0.2), "long-46-h200.json"
-    assert step_seconds(times, four, 130_048) == pytest.approx(873, rel=0.2), "long-78-h200.json"
+    assert step_seconds(times, four, 65_536) == pytest.approx(363, rel=0.05), "long-46-h200.json"
+    assert step_seconds(times, four, 130_048) == pytest.approx(873, rel=0.05), "long-78-h200.json"
     halves = [cards.rollout_seconds(times, number, SHORT) for number in (48, 96)]
     assert halves[0] / halves[1] == pytest.approx(3.99 / 4.87, rel=0.05), "many-h100.json"
     shortest, short = (step_seconds(times, RUN, length) for length in (1, SHORT // 2))
     assert 0.5 < shortest < 1 and short == pytest.approx((shortest + 8.131) / 2, rel=0.01), "prompts are learned too"
+
+
+def test_completions_that_the_cache_has_no_room_for_wait():
+    """In steps and in evaluations: as measured with 22 GiB free. Of 32,768 tokens eight run at a time."""
+    times, (settings, plan) = step_times("H200")[0], plan_for_card(CARDS[3], LONG)
+    at_once = cards.running_at_once(plan.engine, settings, 3938)
+    assert cards.rollout_seconds(times, 96, 3938, at_once) == pytest.approx(54.6, rel=0.05), "experts-shared-22-4000"
+    assert cards.running_at_once(plan.engine, settings, LONG // 2) == 96, "shorter ones have room"
+    settings, plan = plan_for_card(CARDS[3], 32_768)
+    length = settings.MAX_COMPLETION_LEN
+    step, free = (step_seconds(times, settings, length, engine) for engine in (plan.engine, None))
+    assert cards.running_at_once(plan.engine, settings, length) == pytest.approx(8, abs=0.5) and step > 2 * free
+    evaluations = [cards.evaluation_seconds(times, settings, 60, length, engine) for engine in (plan.engine, None)]
+    assert evaluations[0] > 3 * evaluations[1]
+    assert cards.evaluation_seconds(times, settings, 0, length, plan.engine) == 0
 
 
 def test_cards_that_nobody_has_measured_are_marked_and_slower():

@@ -329,13 +329,16 @@ def test_activations_are_kept_where_large_micro_batches_leave_room(free, changes
 
 
 def test_the_time_of_evaluations_is_shown_before_a_run():
-    """By hand: 64 x 4 answers of 4,000 tokens take 38.7 s x (256 / 96) ** 0.62, five times."""
+    """By hand: 64 x 4 answers of 4,000 tokens, of which 96 run at once, take 38.7 s x 256 / 96, three times, and 64
+    greedy ones 35 s, twice."""
     settings = Settings(USE_VLLM=True, EVAL_SAMPLES=4, EVAL_STEPS=50, TOTAL_STEPS=100, MAX_COMPLETION_LEN=4000)
     machine = dataclasses.replace(H100, gpu="NVIDIA H200")
-    run = types.SimpleNamespace(settings=settings, machine=machine, config=REAL_CONFIG, eval_rows=[None] * 64)
+    plan = plan_memory(settings, plan_inputs(machine, beside_vllm=True))
+    run = types.SimpleNamespace(settings=settings, machine=machine, config=REAL_CONFIG, plan=plan)
+    run.eval_rows = [None] * 64
     assert banner.evaluation_time(run) == "all take some 6 min if completions have 4,000 tokens"
     run.settings = dataclasses.replace(settings, INIT_ADAPTER="runs/sft")
-    assert banner.evaluation_time(run).startswith("all take some 8 min")
+    assert banner.evaluation_time(run).startswith("all take some 9 min")
     run.machine = dataclasses.replace(H100, gpu="NVIDIA B200")
     assert banner.evaluation_time(run) == ""
 
