@@ -101,7 +101,7 @@ def fitting_cards() -> str:
         longest = ran if planned == card.longest else ", ".join(filter(None, [f"{planned:,}", ran]))
         rows.append([card.label, f"`{settings.EXPERTS}`", *peaks, *seconds, longest])
     measures = [f"{measure}, {length:,} tokens" for measure in ("GiB", "s a step") for length in LENGTHS]
-    return table(["Card", "`EXPERTS`", *measures, "longest completion by the plan; bold: it ran"], rows)
+    return table(["Card", "`EXPERTS`", *measures, "longest completion by the plan; bold: ran in as much memory"], rows)
 
 
 def picture_of_a_run() -> str:
