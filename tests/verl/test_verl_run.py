@@ -3,7 +3,6 @@
 
 import asyncio
 import functools
-import importlib
 import importlib.util
 import json
 import os
