@@ -39,6 +39,7 @@ class Card:
     # GB/s of memory and dense BF16 TFLOPS of NVIDIA's data sheets.
     speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # By `--card`'s name.
     measured: Times = field(default_factory=dict)  # With 12 x 8 completions and prompts of PROMPT_TOKENS.
+    arch: str = "x86_64"
     longest: int = 0  # MAX_COMPLETION_LEN of the longest step that ran in as much memory (docs/results/long-*.json).
 
 
@@ -66,7 +67,7 @@ CARDS = (
     Card("A100 of 80 GB", 8.0, 78.6, {"A100": (2039, 312)}),
     Card("Hopper with 22 GiB free", 9.0, 22.0, measured=SMALL, longest=32_768),
     Card("H100 of 80 GB", 9.0, 78.6, {"H100": (3350, 989)}, {SHORT: StepTime(8.897, 3.834)}, longest=130_048),
-    Card("GH200, H20 (97,871 MiB)", 9.0, 94.6, {"GH200": (4000, 989), "H20": (4000, 148)}),
+    Card("GH200 480GB (97,871 MiB)", 9.0, 94.6, {"GH200": (4000, 989)}, arch="aarch64"),
     Card("H200", 9.0, 139.8, {"H200": H200_SPEED}, H200),
 )
 NAMES = {name: card for card in CARDS for name in card.speeds}
@@ -93,8 +94,7 @@ def rented_machine(text: str) -> Machine:
     if size < card.free:
         fix = f"To plan for less, set GPU_MEM_LIMIT={max(1, size - 1)} with --card {name}"
         raise InputError(f"--card {text}: {name} stands for a card with {card.free:g} GiB free. {fix}")
-    arch = "aarch64" if name == "GH200" else "x86_64"
-    return Machine(name, 1, card.free, card.free, RAM, 16, arch, card.capability, is_planned=True)
+    return Machine(name, 1, card.free, card.free, RAM, 16, card.arch, card.capability, is_planned=True)
 
 
 def step_times(name: str) -> tuple[Times, str]:

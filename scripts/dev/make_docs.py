@@ -65,7 +65,7 @@ def columns_table(columns: Mapping[str, Sequence[str]]) -> str:
 
 def card_inputs(card: Card) -> PlanInputs:
     """What the plan of a run on a card depends on."""
-    machine = Machine(card.label, 1, card.free, card.free, RAM, 16, capability=card.capability)
+    machine = Machine(card.label, 1, card.free, card.free, RAM, 16, card.arch, card.capability)
     return PlanInputs(REAL_CONFIG, machine, PROMPT_TOKENS, "torch_flash", "prefix", beside_vllm=True)
 
 
