@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_type_hints
 
 from grpo.figures.verdict import DECIDING, Comparison, describe_best
 from grpo.output.checkpoints import CUT_OFF
@@ -45,8 +46,16 @@ def adapter_fault(folder: Path) -> str | None:
 def read_best(folder: Path) -> Record:
     """best.json of the run in `folder`; empty where there is none, or where it or its adapter is damaged."""
     with contextlib.suppress(FileNotFoundError):
-        return {} if adapter_fault(folder / BEST) else read_sealed(folder / BEST / BEST_RECORD)
+        record = {} if adapter_fault(folder / BEST) else read_sealed(folder / BEST / BEST_RECORD)
+        return record if all(map(is_comparison, record.get("comparisons", ()))) else {}
     return {}
+
+
+def is_comparison(record: Record) -> bool:
+    """Whether `record` holds a Comparison: best.json may have been edited."""
+    kinds = {name: kind if kind is str else kind | int for name, kind in get_type_hints(Comparison).items()}
+    is_known = {"other", "low", "high"} <= record.keys() <= kinds.keys()
+    return is_known and all(isinstance(value, kinds[name]) for name, value in record.items())
 
 
 def is_whole(record: Record) -> bool:

@@ -44,7 +44,14 @@ def test_the_best_step_is_kept_and_a_step_measured_again_changes_nothing(tmp_pat
     assert "NOT BETTER than the base model" in read_best(tmp_path)["in_words"] and is_better("reward", 2, 1)
 
 
-@pytest.mark.parametrize("changes", [{"evaluated": [{}]}, {"value": math.nan}, {"value": None}, {"evaluated": None}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"evaluated": [{}]}, {"value": math.nan}, {"value": None}, {"evaluated": None}),
+        *({"comparisons": [{"other": "a"} | ends]} for ends in ({}, {"low": "0.1", "high": 0.2}, {"low": 0, "hi": 1})),
+        {"comparisons": [{"other": 5, "low": 0.1, "high": 0.2}]},
+    ],
+)
 def test_a_record_with_a_valid_seal_that_no_run_wrote_begins_again(tmp_path, changes):
     record = kept(tmp_path, 25, 12.0) | changes
     write_sealed(tmp_path / BEST / "best.json", {name: value for name, value in record.items() if value is not None})

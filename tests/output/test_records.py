@@ -19,7 +19,7 @@ from grpo.common import InputError
 from grpo.evaluate.report_text import choices_rows, facts, settings_rows
 from grpo.evaluate.run_files import read_run
 from grpo.evaluate.saved_adapter import recorded_settings
-from grpo.figures.verdict import loading_advice
+from grpo.figures.verdict import Comparison, loading_advice
 from grpo.output.archive import write_zip
 from grpo.output.best import keep_best, read_best
 from grpo.output.checkpoints import checkpoints
@@ -45,7 +45,8 @@ def folder(tmp_path_factory):
     for name, record in {"evaluation.json": EVALUATION, "closed_loop.json": closed_loop}.items():
         write_sealed(folder / name, record)
     values = {"step": 4, "heldout_reward": 0.5}
-    keep_best(folder, "reward", {"heldout_reward": 0.4}, {}, values, lambda new, _: (new / ADAPTER).write_text("x"))
+    save, comparisons = lambda new, _: (new / ADAPTER).write_text("x"), [Comparison("the base model", 0.05, 0.15, 12)]
+    keep_best(folder, "reward", {"heldout_reward": 0.4}, {}, values, save, comparisons)
     write_sealed(folder / "complete.json", {"steps": 4, "adapter_sha256": "0"})
     return run_settings, folder
 
