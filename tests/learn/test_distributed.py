@@ -52,6 +52,7 @@ def learned(ranks, tiny, folder, losses=LOSSES, **changes):
 
 
 @pytest.mark.numeric
+@pytest.mark.slow
 def test_the_same_update_and_the_same_rows(tiny, tmp_path):
     updates = {size: in_ranks(size, learned, tiny, tmp_path / str(size)) for size in (1, 2, 4)}
     alone, logs = torch.tensor(updates[1][0]), {}

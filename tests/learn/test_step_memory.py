@@ -69,6 +69,7 @@ def test_a_step_computes_each_micro_batch_once(tiny, tmp_path, beta, checkpointi
     assert layers == reference + [True] * count * (2 if checkpointing else 1)
 
 
+@pytest.mark.slow
 def test_packed_experts_train_save_and_resume_as_unpacked_ones(tmp_path):
     """Three steps in BF16 against two in MXFP4 and a last one resumed in BF16. Every checkpoint and every completion is
     the same, byte for byte."""

@@ -83,6 +83,7 @@ def test_whole_days_have_a_reading_for_every_call_of_any_level():
 
 
 @pytest.mark.numeric
+@pytest.mark.slow
 def test_a_whole_day_teaches_what_its_turns_do(monkeypatch):
     """The levels of all turns, and the form of one."""
     tokenizer, every = read_tokenizer(TINY_PATH), warmup_day_rows(SEED, 1, 1.0)
