@@ -57,9 +57,9 @@ def make(args: argparse.Namespace) -> dict[str, str]:
         return dict([*dataset.synthetic_files(args.seed, prompts), *day_files(args.seed)])
     profiles = dataset.read_profiles(map(Path, args.profile))
     stems = {path.stem for path in profiles}
-    if args.prompt == "both" and (twice := sorted(stems & {f"{stem}_compact" for stem in stems})):
+    if args.prompt == "both" and (overwritten := sorted(stems & {f"{stem}_compact" for stem in stems})):
         fault = "has the name of another profile's compact rows; rename it"
-        raise InputError(*(f"--prompt both: {stem}.csv {fault}" for stem in twice))
+        raise InputError(*(f"--prompt both: {stem}.csv {fault}" for stem in overwritten))
     for path, profile in profiles.items():
         cut = cut_windows(profile)
         used = {day for window in cut for day in window.dates}
